@@ -1,0 +1,98 @@
+"""The row-gated LoRA of one linear layer, behind vLLM's `quant_method` interface.
+
+    out[n] = base(x[n]) + (n % B != 0) * (x[n] @ A^T) @ B^T        (scale folded into B)
+
+Row n of the draft pass is a seed row where n % B == 0: it sees base weights only.
+The base method is called as it is, so quantised layers stay what they are; the
+LoRA is added before a row-parallel layer's all-reduce.
+
+The A's of a packed layer (q, k and v; gate and up) are one matrix; each slice of
+the output has its own B. `apply` is the one place the compiled extension replaces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.model_executor.layers.linear import LinearMethodBase
+
+from vllm_uno.adapter import LinearLora
+from vllm_uno.ops import lora_shrink
+
+
+def add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: list[torch.Tensor],
+    out_slices: tuple[tuple[int, int], ...],
+    rank_slices: tuple[tuple[int, int], ...],
+    block_size: int,
+) -> torch.Tensor:
+    """Add the gated LoRA to a linear layer's output.
+
+    Args:
+        out: [N, out], the base layer's output; not changed.
+        x: [N, in], the layer's input, rows in draft layout (n % block_size == 0: seed).
+        a: [R, in].
+        b: one [out_i, r_i] per targeted slice.
+        out_slices, rank_slices: (start, stop) of each slice in `out` and in R; the
+            out slices are ascending and do not overlap.
+        block_size: B.
+
+    Returns:
+        [N, out], the dtype of `out`.
+    """
+    h = lora_shrink(x, a, block_size)
+    pieces = []
+    at = 0
+    for weight, (start, stop), (low, high) in zip(b, out_slices, rank_slices, strict=True):
+        if start > at:
+            pieces.append(out[:, at:start])
+        pieces.append(out[:, start:stop] + F.linear(h[:, low:high], weight))
+        at = stop
+    if at < out.shape[1]:
+        pieces.append(out[:, at:])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+class UnoLinearMethod(LinearMethodBase):
+    """`quant_method` of a linear layer of the draft view.
+
+    The weights are *buffers* of the layer (`uno_a`, `uno_b0`, ...), so that sleep
+    level 2 saves and restores them with the draft model's other buffers.
+    """
+
+    def __init__(self, base: Any, lora: LinearLora, block_size: int) -> None:
+        self.base = base
+        self.out_slices = lora.out_slices
+        self.rank_slices = lora.rank_slices
+        self.block_size = block_size
+        # None: do not count (a compiled forward never does).
+        self.calls: int | None = None
+
+    @classmethod
+    def attach(cls, layer: nn.Module, lora: LinearLora, block_size: int) -> None:
+        """Give `layer`, a shallow copy of the target's, the gated LoRA."""
+        layer.register_buffer("uno_a", lora.a, persistent=False)
+        for i, weight in enumerate(lora.b):
+            layer.register_buffer(f"uno_b{i}", weight, persistent=False)
+        # Not by setattr: the copy's `__dict__` already has one, and it is no module.
+        layer.__dict__["quant_method"] = cls(layer.quant_method, lora, block_size)
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the draft view shares the target's weights")
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self.calls is not None:
+            self.calls += 1
+        out = self.base.apply(layer, x, bias)
+        b = [getattr(layer, f"uno_b{i}") for i in range(len(self.out_slices))]
+        return add_lora(
+            out, x, layer.uno_a, b, self.out_slices, self.rank_slices, self.block_size
+        )

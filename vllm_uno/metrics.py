@@ -1,0 +1,68 @@
+"""Acceptance of real drafts, counted on the GPU without a sync.
+
+vLLM pads a cached one-token prefill with placeholder drafts and counts them as
+rejected, and a request near `max_model_len` does not draft; its counters then
+understate acceptance. These count real drafts only, in the draft-input kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftStats:
+    """A snapshot.
+
+    Attributes:
+        cycles: verified real drafts (a cycle: one draft pass, one verify pass).
+        emitted: tokens those cycles emitted.
+        proposed: [B], drafts verified at each position of the block.
+        accepted: [B], drafts accepted at each position.
+    """
+
+    cycles: int
+    emitted: int
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """tau of the paper."""
+        return self.emitted / self.cycles if self.cycles else float("nan")
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Accepted over proposed, position by position (unconditional)."""
+        return tuple(
+            a / p if p else float("nan") for a, p in zip(self.accepted, self.proposed, strict=True)
+        )
+
+
+class DraftCounters:
+    """int64 counters on the device, added to by the draft-input kernel."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.cycles = torch.zeros(1, dtype=torch.int64, device=device)
+        self.emitted = torch.zeros(1, dtype=torch.int64, device=device)
+        self.proposed = torch.zeros(block_size, dtype=torch.int64, device=device)
+        self.accepted = torch.zeros(block_size, dtype=torch.int64, device=device)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.cycles, self.emitted, self.proposed, self.accepted
+
+    def snapshot(self) -> DraftStats:
+        """Read the counters; waits for the device."""
+        return DraftStats(
+            cycles=int(self.cycles),
+            emitted=int(self.emitted),
+            proposed=tuple(self.proposed.tolist()),
+            accepted=tuple(self.accepted.tolist()),
+        )
+
+    def reset(self) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()

@@ -1,0 +1,390 @@
+"""The proposer: one draft pass per cycle over the target's own KV cache.
+
+`UnoProposer.propose` is the method's draft half in order: pick a graph, prepare
+the rows, run the draft view, sample each row from its marginal. Everything the
+pass writes into the KV cache is scratch: the verify pass recomputes the seed's
+row and the drafted tokens' rows on base weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from vllm_uno.adapter import load_adapter
+from vllm_uno.adapter_source import AdapterSource, fetch_adapter
+from vllm_uno.draft_graphs import capture_draft_graphs, covered_requests
+from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
+from vllm_uno.draft_sampling import DraftBatch, DraftSampler
+from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
+from vllm_uno.metrics import DraftCounters
+from vllm_uno.verification import keep_sampler
+from vllm_uno.vllm_hooks.runner_api import (
+    AttentionCGSupport,
+    BatchExecutionDescriptor,
+    BlockTables,
+    CudaGraphManager,
+    DPSyncState,
+    DraftModelSpeculator,
+    InputBatch,
+    InputBuffers,
+    ModelState,
+    build_slot_mappings_by_layer,
+    check_runner_api,
+    dispatch_cg_and_sync_dp,
+    get_max_chunk_logits,
+    init_attn_backend,
+)
+
+logger = init_logger("vllm.uno")
+
+
+class UnoProposer(DraftModelSpeculator):
+    """vLLM speculator whose draft model is a view of the target.
+
+    Attributes:
+        block_size: B; also vLLM's `num_speculative_tokens`.
+        model: the draft view (after `load_model`).
+        counters: acceptance of real drafts (`metrics.DraftCounters`).
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
+        check_runner_api()
+        # The base class sizes its buffers by the draft model's config: here the
+        # target's. It must not reach other readers of the real config.
+        shadow = copy.copy(vllm_config)
+        shadow.speculative_config = copy.copy(vllm_config.speculative_config)
+        shadow.speculative_config.draft_model_config = vllm_config.model_config  # type: ignore[union-attr]
+        super().__init__(shadow, device)
+        self.vllm_config = vllm_config
+        self.speculative_config: Any = vllm_config.speculative_config
+        self.req_states = req_states
+        self.block_size = self.num_speculative_steps
+        self.num_query_per_req = self.block_size
+        self.noise_range = (
+            self.speculative_config.uno_noise_low,
+            self.speculative_config.uno_mask_token_id,
+        )
+        num_rows = self.max_num_reqs * self.block_size
+        self.input_buffers = InputBuffers(
+            self.max_num_reqs, max(self.max_num_tokens, num_rows), device
+        )
+        self.hidden_states = torch.zeros(
+            num_rows, self.hidden_size, dtype=self.dtype, device=device
+        )
+        self.counters = DraftCounters(self.block_size, device)
+        self.cudagraph_manager: CudaGraphManager | None = None
+        self.draft_sampler: DraftSampler | None = None
+        self._checked_loras = False
+
+    # --- loading -----------------------------------------------------------
+
+    def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
+        # vLLM's default is bf16: rounding the law that the test divides by makes
+        # the test inexact.
+        return torch.float32, float("-inf")
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
+        self.attn_layer_names = set(target_attn_layer_names)
+        keep_sampler(target_model, self.vllm_config)
+        source = AdapterSource.parse(
+            self.speculative_config.uno_lora_path, self.speculative_config.uno_lora_revision
+        )
+        loras = load_adapter(fetch_adapter(source), target_model, self.dtype, self.device)
+        view = build_draft_view(target_model, loras, self.block_size, self.vllm_config)
+        size = sum(w.nbytes for lora in loras.values() for w in (lora.a, *lora.b))
+        logger.info(
+            "UNO: adapter %s on %d layers (%.1f MiB), block size %d, draft laws %.1f MiB",
+            source,
+            len(loras),
+            size / 2**20,
+            self.block_size,
+            0.0 if self.draft_logits is None else self.draft_logits.nbytes / 2**20,
+        )
+        return view
+
+    def set_attn(
+        self,
+        model_state: ModelState,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        target_input_buffers: InputBuffers,
+        target_attn_groups: list[list[Any]],
+    ) -> None:
+        for group in kv_cache_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            specs = getattr(spec, "kv_cache_specs", None)
+            for one in specs.values() if specs else (spec,):
+                if not isinstance(one, FullAttentionSpec):
+                    raise ValueError(
+                        f"UNO supports full attention only so far; this model has a "
+                        f"{type(one).__name__} KV cache. Remove the speculative config to serve it."
+                    )
+        self.model_state = model_state
+        self.kv_cache_config = kv_cache_config
+        self.block_tables = block_tables
+        # Builders of our own: their scratch (FlashAttention's schedule) must not
+        # be shared with the verify graphs.
+        self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
+            kv_cache_config,
+            self.vllm_config,
+            self.device,
+            active_layer_names=self.attn_layer_names,
+        )
+        self._configure_decode_metadata_update()
+        self.rows = DraftRows.allocate(
+            block_tables.num_kv_cache_groups, self.max_num_reqs, self.block_size, self.device
+        )
+        sampler = model_state.uno_sampler  # type: ignore[attr-defined]
+        self.draft_sampler = DraftSampler(sampler, self.block_size, self.draft_logits)
+
+    # --- CUDA graphs -------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        support = self.attn_cg_support
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        if full and support.min_cg_support.value < AttentionCGSupport.UNIFORM_BATCH.value:
+            logger.warning(
+                "UNO: attention backend %s has no CUDA graphs for uniform batches; the draft "
+                "pass runs eagerly",
+                support.min_cg_attn_backend,
+            )
+            full = False
+        self.cudagraph_manager = CudaGraphManager(
+            self.vllm_config,
+            self.device,
+            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+            decode_query_len=self.block_size,
+        )
+
+    def capture(self) -> None:
+        assert self.cudagraph_manager is not None
+        capture_draft_graphs(
+            self.cudagraph_manager,
+            self._forward_into_buffer,
+            self._update_draft_decode_metadata if self.supports_decode_metadata_update else None,
+            buffers=self.input_buffers,
+            slots=self.rows.slots,
+            block_tables=self.block_tables,
+            attn_groups=self.attn_groups,
+            kv_cache_config=self.kv_cache_config,
+            max_model_len=self.max_model_len,
+        )
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+        logger.info(
+            "UNO: CUDA graphs cover draft passes of up to %d and verify passes of up to %d "
+            "requests (max_num_seqs=%d); larger batches run without",
+            covered_requests(sizes, self.block_size, self.max_num_reqs),
+            covered_requests(sizes, self.block_size + 1, self.max_num_reqs),
+            self.max_num_reqs,
+        )
+
+    # --- one draft pass ----------------------------------------------------
+
+    def _forward(
+        self,
+        num_rows: int,
+        attn_metadata: dict[str, Any] | None,
+        slots_by_layer: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        skip_compiled: bool = False,
+    ) -> torch.Tensor:
+        """The view over the first `num_rows` rows of the buffers: [num_rows, H]."""
+        buffers = self.input_buffers
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_rows,
+            # Never PIECEWISE: the view's pieces have no graphs of their own.
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slots_by_layer,
+            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+            is_padding=buffers.is_padding[:num_rows],
+            skip_compiled=skip_compiled,
+        ):
+            hidden_states: torch.Tensor = self.model(
+                input_ids=buffers.input_ids[:num_rows],
+                positions=buffers.positions[:num_rows],
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return hidden_states
+
+    def _forward_into_buffer(
+        self,
+        num_rows: int,
+        attn_metadata: dict[str, Any] | None,
+        slots_by_layer: dict[str, torch.Tensor] | None,
+    ) -> None:
+        hidden_states = self._forward(num_rows, attn_metadata, slots_by_layer)
+        self.hidden_states[:num_rows].copy_(hidden_states)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: DPSyncState | None = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: tuple[list[torch.Tensor], torch.Tensor] | None = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Draft a block for every request of the batch just verified.
+
+        Called after vLLM's `post_update`, on the same stream: positions and last
+        tokens are read from GPU state, so the host waits for nothing.
+
+        Returns:
+            int64 [num_reqs, B] draft tokens; 0 for requests that do not draft.
+        """
+        num_reqs = input_batch.num_reqs
+        block = self.block_size
+        if dummy_run and skip_attn_for_dummy_run:
+            self._profile(num_reqs)
+            return self.draft_tokens[:num_reqs]
+        assert self.draft_sampler is not None
+        num_rows = num_reqs * block
+
+        desc, dp_sync = self._dispatch(num_reqs, dp_sync_state, need_eager=is_profile)
+        full_graph = desc.cg_mode == CUDAGraphMode.FULL
+        padded_reqs = desc.num_reqs if full_graph and desc.num_reqs is not None else num_reqs
+        prepare_draft_inputs(
+            self.input_buffers,
+            self.rows,
+            self.counters.tensors,
+            idx_mapping=input_batch.idx_mapping,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            num_computed_tokens=self.req_states.num_computed_tokens.gpu,
+            prefill_len=self.req_states.prefill_len.gpu,
+            last_sampled=last_sampled,
+            seeds=seeds,
+            block_tables=self.block_tables,
+            block_size=block,
+            padded_reqs=padded_reqs,
+            max_model_len=self.max_model_len,
+            noise_seed=self.speculative_config.uno_noise_seed,
+            noise_range=self.noise_range,
+            live=not dummy_run,
+        )
+        if full_graph and self.supports_decode_metadata_update:
+            draft_metadata = None  # refreshed inside the graph
+        else:
+            draft_metadata = self._build_metadata(desc, input_batch)
+        if full_graph:
+            assert self.cudagraph_manager is not None
+            self.cudagraph_manager.run_fullgraph(desc)
+            hidden_states = self.hidden_states[:num_rows]
+        else:
+            slots = self.rows.slots[:, : desc.num_tokens]
+            hidden_states = self._forward(
+                desc.num_tokens,
+                draft_metadata,
+                build_slot_mappings_by_layer(slots, self.kv_cache_config),
+                None if dp_sync is None else dp_sync.num_tokens_across_dp,
+            )[:num_rows]
+        if dummy_run:
+            return self.draft_tokens[:num_reqs]
+
+        seq_lens_np = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
+        batch = DraftBatch(
+            idx_mapping=input_batch.idx_mapping,
+            idx_mapping_np=input_batch.idx_mapping_np[:num_reqs],
+            seq_lens_upper_bound_np=np.minimum(seq_lens_np + 1, self.max_model_len),
+            row_request=self.rows.request[:num_rows],
+            input_ids=self.input_buffers.input_ids[:num_rows],
+            positions=self.input_buffers.positions[:num_rows],
+            drafting=self.rows.drafting[:num_reqs],
+            # The bound counts every draft as accepted; it only errs towards True.
+            some_inert=bool(seq_lens_np.max() + block > self.max_model_len),
+        )
+        self.draft_sampler(
+            hidden_states, self.model.compute_logits, batch, self.draft_tokens[:num_reqs]
+        )
+        return self.draft_tokens[:num_reqs]
+
+    def _dispatch(
+        self, num_reqs: int, dp_sync_state: DPSyncState | None, need_eager: bool
+    ) -> tuple[BatchExecutionDescriptor, DPSyncState | None]:
+        block = self.block_size
+        sync, num_tokens = (
+            (None, num_reqs * block)
+            if dp_sync_state is None
+            else self._build_uniform_batch_dp_sync(dp_sync_state, num_reqs, block)
+        )
+        return dispatch_cg_and_sync_dp(
+            self.cudagraph_manager,
+            num_reqs,
+            num_tokens,
+            uniform_token_count=block,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            need_eager=need_eager,
+            dp_sync_state=sync,
+        )
+
+    def _build_metadata(
+        self, desc: BatchExecutionDescriptor, input_batch: InputBatch
+    ) -> dict[str, Any] | None:
+        num_reqs = input_batch.num_reqs
+        block = self.block_size
+        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        self.draft_max_seq_len = min(longest + block, self.max_model_len)
+        num_tokens = desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else num_reqs * block
+        return self._build_attn_metadata(
+            num_reqs=num_reqs,
+            batch_desc=desc,
+            query_start_loc_np=self.arange_np[: num_reqs + 1] * block,
+            seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
+            step=block,
+            slot_mappings=self.rows.slots[:, :num_tokens],
+        )
+
+    def _profile(self, num_reqs: int) -> None:
+        """vLLM's memory profile: run the widest draft pass, without attention or KV cache."""
+        num_rows = num_reqs * self.block_size
+        self.input_buffers.input_ids[:num_rows].fill_(0)
+        self.input_buffers.positions[:num_rows].fill_(0)
+        if not self._checked_loras:
+            rows = min(num_rows, 2 * self.block_size)
+            check_every_lora_runs(
+                self.model, lambda: self._forward(rows, None, None, skip_compiled=True)
+            )
+            self._checked_loras = True
+        hidden_states = self._forward(num_rows, None, None)
+        chunk = min(num_rows, get_max_chunk_logits(self.vocab_size))
+        logits = self.model.compute_logits(hidden_states[:chunk])
+        if current_platform.is_cpu():
+            return
+        # Peak of sampling: verify logits, which vLLM's profile counts as one row
+        # a request, with the fp32 copies of one chunk.
+        verify_rows = self.max_num_reqs * (self.block_size + 1)
+        verify_chunk = min(verify_rows, get_max_chunk_logits(self.vocab_size))
+        peak = [
+            logits.new_empty(verify_rows, logits.shape[1]),
+            logits.new_empty(verify_chunk, logits.shape[1], dtype=torch.float32),
+            logits.new_empty(verify_chunk, logits.shape[1], dtype=torch.float32),
+        ]
+        del peak

@@ -1,0 +1,112 @@
+"""`EngineArgs`: build our speculative config, and fit vLLM's default request limit to it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_uno.vllm_hooks.hook import Hook
+
+
+def _asks_for_uno(engine_args: Any) -> bool:
+    settings = engine_args.speculative_config
+    return isinstance(settings, dict) and settings.get("method") == "uno"
+
+
+def _create_speculative_config(original: Any) -> Any:
+    @functools.wraps(original)
+    def create_speculative_config(
+        self: Any, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
+        if not _asks_for_uno(self):
+            return original(self, target_model_config, target_parallel_config)
+        from vllm_uno.config import UnoSpeculativeConfig
+
+        settings = {key.replace("-", "_"): value for key, value in self.speculative_config.items()}
+        for flag, key, value in (
+            ("--spec-model", "model", self.spec_model),
+            ("--spec-tokens", "num_speculative_tokens", self.spec_tokens),
+        ):
+            if value is None:
+                continue
+            if key in settings:
+                raise ValueError(f"{flag} and --speculative-config['{key}'] exclude each other")
+            settings[key] = value
+        settings["target_model_config"] = target_model_config
+        settings["target_parallel_config"] = target_parallel_config
+        return UnoSpeculativeConfig(**settings)
+
+    return create_speculative_config
+
+
+def _set_default_limits(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_default_limits(
+        self: Any, usage_context: Any, model_config: Any, parallel_config: Any
+    ) -> None:
+        user_max_num_seqs = self.max_num_seqs
+        original(self, usage_context, model_config, parallel_config)
+        if not _asks_for_uno(self) or user_max_num_seqs is not None:
+            return
+        from vllm.logger import init_logger
+
+        from vllm_uno.config import UnoSpeculativeConfig
+
+        settings = self.speculative_config
+        block_size = int(
+            settings.get("num_speculative_tokens")
+            or settings.get("num-speculative-tokens")
+            or self.spec_tokens
+            or UnoSpeculativeConfig.num_speculative_tokens
+        )
+        # vLLM asks for K+1 rows a request where user LoRA is on.
+        rows = block_size + 1 if self.enable_lora else block_size
+        fitting = max(1, self.max_num_batched_tokens // rows)
+        if fitting < self.max_num_seqs:
+            init_logger("vllm.uno").info(
+                "UNO: max_num_seqs %d -> %d, so that %d draft rows a request fit into "
+                "max_num_batched_tokens=%d (set max_num_seqs to choose yourself)",
+                self.max_num_seqs,
+                fitting,
+                rows,
+                self.max_num_batched_tokens,
+            )
+            self.max_num_seqs = fitting
+
+    return set_default_limits
+
+
+HOOKS = (
+    Hook(
+        target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+        parameters=("self", "target_model_config", "target_parallel_config"),
+        reason="`method` is a closed Literal and every method needs a draft model config",
+        removable="vLLM lets a plugin register a speculative method with its own config class",
+        make=_create_speculative_config,
+    ),
+    Hook(
+        target="vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
+        parameters=("self", "usage_context", "model_config", "parallel_config"),
+        reason="the draft pass runs B rows a request, which vLLM's default limits need not fit",
+        removable="vLLM asks the speculative config for the rows of a draft pass",
+        make=_set_default_limits,
+    ),
+)
+
+
+def refuse_uno(reason: Exception) -> None:
+    """Leave plain vLLM alone; make `method: uno`, and only it, raise `reason`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = getattr(EngineArgs, "create_speculative_config", None)
+    if original is None or hasattr(original, "__uno_refusal__"):
+        return
+
+    @functools.wraps(original)
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _asks_for_uno(self):
+            raise RuntimeError(str(reason)) from reason
+        return original(self, *args, **kwargs)
+
+    create_speculative_config.__uno_refusal__ = True  # type: ignore[attr-defined]
+    EngineArgs.create_speculative_config = create_speculative_config
