@@ -56,6 +56,7 @@ format: $(INSTALLED)
 	$(PY) -m ruff check --fix
 
 wheel: $(INSTALLED)
+	rm -rf build/lib* build/bdist*  # setuptools would pack modules that are gone
 	$(PY) -m pip wheel --disable-pip-version-check -q --no-deps --no-build-isolation -w dist .
 
 clean:
@@ -63,7 +64,11 @@ clean:
 	rm -f $(INSTALLED)
 
 $(PY):
+ifeq ($(VENV),.venv)
 	$(PYTHON) -m venv $(VENV)
+else
+	$(error $(PY) does not exist: VENV names an environment of your own, with vLLM in it)
+endif
 
 # Order-only: the interpreter is a link to an old file, whatever its date. Only the project's own
 # environment is given a vLLM.
@@ -94,7 +99,7 @@ $(INSTALLED): $(DEPS) $(EXTENSION_SOURCES)
 cuda-objects: $(CUDA_OBJECTS)
 
 build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh) build/cuda/flags
-	$(NVCC) -c $< -o $@ @build/cuda/flags
+	$(NVCC) -optf build/cuda/flags -c $< -o $@
 
 # Include paths for nvcc. CUDA's own headers come with nvcc as a rule, and from pip where they do
 # not; cuBLAS headers from pip where a source needs them and they are missing.

@@ -6,8 +6,8 @@ builds by default and hides torch that way, so the extension needs
 
     pip install --no-build-isolation .
 
-`VLLM_UNO_BUILD_EXT=0` leaves it out; `VLLM_UNO_CUDA_ARCHS` (CMake's syntax, such as `90a-real`)
-picks the GPU architectures.
+`VLLM_UNO_BUILD_EXT=0` leaves it out, `=1` makes its absence an error; `VLLM_UNO_CUDA_ARCHS`
+(CMake's syntax, such as `90a-real`) picks the GPU architectures.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def reason_to_skip() -> str | None:
     return None
 
 
-def say_skipped(reason: str) -> None:
+def go_without(reason: str) -> None:
+    # What an earlier build left in the tree is not what these sources say.
+    (ROOT / "vllm_uno" / "_C.abi3.so").unlink(missing_ok=True)
+    if os.environ.get("VLLM_UNO_BUILD_EXT") == "1":
+        sys.exit(f"vllm-uno: VLLM_UNO_BUILD_EXT=1 is set, but {reason}")
     print(
         f"vllm-uno: installing WITHOUT the compiled extension: {reason}. "
         "The plain PyTorch path is used in its place.",
@@ -68,8 +72,7 @@ class CMakeBuild(build_ext):
                 return
             except (subprocess.CalledProcessError, OSError) as error:
                 failure = f"the build failed ({error}; pip install -v shows its output)"
-        out.unlink(missing_ok=True)
-        say_skipped(failure)
+        go_without(failure)
 
     def build_with_cmake(self, out: Path, cuda: str) -> None:
         # A cache of another torch or compiler must not be reused; the whole build takes seconds.
@@ -102,7 +105,7 @@ class PlatformWheel(bdist_wheel):
 
 skip = reason_to_skip()
 if skip and "egg_info" not in sys.argv and "dist_info" not in sys.argv and "sdist" not in sys.argv:
-    say_skipped(skip)
+    go_without(skip)
 
 extension = Extension(
     "vllm_uno._C",

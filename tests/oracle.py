@@ -38,7 +38,7 @@ class DraftOracle:
             if not layers:
                 raise ValueError(f"{adapter_folder} put no LoRA on any layer of {model_folder}")
             for layer in layers:
-                layer.register_forward_hook(self._gate)
+                layer.register_forward_hook(self._gate)  # type: ignore[attr-defined]
         self._model.eval()
 
     def _gate(

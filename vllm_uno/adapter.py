@@ -161,8 +161,6 @@ def _read_config(folder: Path) -> PEFTHelper:
         reasons.append("it uses DoRA (use_dora), whose scale depends on the base weights")
     if config.get("bias", "none") != "none":
         reasons.append(f"it trains biases (bias={config['bias']!r}); only bias='none' is supported")
-    if config.get("lora_bias"):
-        reasons.append("it has biases in its LoRA layers (lora_bias)")
     if config.get("modules_to_save"):
         reasons.append(
             f"it replaces whole modules (modules_to_save={config['modules_to_save']}); UNO "
@@ -276,7 +274,7 @@ def _find_targets(
     aliases: dict[int, list[str]] = {}
     for name, module in modules.items():
         if isinstance(module, LinearBase):
-            aliases.setdefault(id(module), []).append(name.removesuffix(".base_layer"))
+            aliases.setdefault(id(module), []).append(name)
 
     targets: dict[str, _Target] = {}
     missing, wrong, shared = [], [], []

@@ -22,7 +22,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.uno")  # below vLLM's logger, which has the handlers
 
 METADATA_FILE = "uno_config.json"
 CONFIG_FILE = "adapter_config.json"

@@ -17,7 +17,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.logger import init_logger
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.uno")  # below vLLM's logger, which has the handlers
 
 DEFAULT_BLOCK_SIZE = 8
 # Kernels take the seed as one 32-bit integer.

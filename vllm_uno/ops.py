@@ -29,8 +29,9 @@ def _load() -> str | None:
     try:
         torch.ops.load_library(str(_LIBRARY))
     except OSError as error:  # built against another torch: a CUDA build on a CPU torch, say
-        logger.warning("vllm-uno: %s does not load, using plain PyTorch: %s", _LIBRARY, error)
-        return f"{_LIBRARY} does not load: {error}"
+        reason = f"{_LIBRARY} does not load: {error.__cause__ or error}"
+        logger.warning("vllm-uno: using plain PyTorch: %s", reason)
+        return reason
     return None
 
 

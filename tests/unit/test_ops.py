@@ -98,7 +98,7 @@ def _to(t: torch.Tensor, device: str) -> torch.Tensor:
 
 
 @needs_extension
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @example(case=EXAMPLE)
 @example(case=EXAMPLE | {"block_size": 1})
 @example(case=EXAMPLE | {"rows": 0})
@@ -109,7 +109,7 @@ def test_lora_shrink_matches_oracle(case: dict) -> None:
 
 @pytest.mark.gpu
 @needs_cuda_kernel
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @example(case=EXAMPLE)
 @example(case=EXAMPLE | {"rows": 512, "width": 12288, "rank": 128})
 @given(case=cases)

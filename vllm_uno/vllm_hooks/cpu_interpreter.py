@@ -101,6 +101,7 @@ def mend_interpreter() -> None:
         "%s is set: Triton kernels run in the interpreter, for trying and testing only", SWITCH
     )
     _mend_masks()
+    _mend_patching()
     vllm.triton_utils.tldevice = _Libdevice(vllm.triton_utils.tldevice, vllm.triton_utils.tl)
     _mend_top_k_top_p()
 
@@ -139,6 +140,38 @@ def _mend_masks() -> None:
 
     builder.create_masked_load = masked_load
     builder.create_masked_store = masked_store
+
+
+def _mend_patching() -> None:
+    """Redirect `tl` once a launch, not once a device-function call (1.6 ms each)."""
+    from triton.runtime import interpreter
+
+    patch_lang = interpreter._patch_lang
+    tl = interpreter.tl
+    redirected: set[int] = set()
+
+    class Nothing:
+        def restore(self) -> None:
+            pass
+
+    def patch_once(fn: Any) -> Any:
+        modules = {id(v) for v in fn.__globals__.values() if v is tl or v is tl.core}
+        if modules and modules <= redirected:
+            return Nothing()
+        outermost = not redirected
+        scope = patch_lang(fn)
+        redirected.update(modules)
+        if outermost:
+            restore = scope.restore
+
+            def restore_all() -> None:
+                redirected.clear()
+                restore()
+
+            scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 def _mend_top_k_top_p() -> None:

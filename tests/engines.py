@@ -1,0 +1,84 @@
+"""vLLM engines in this process, plain or with UNO, that tests can look into."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+class Engine:
+    """One in-process engine."""
+
+    def __init__(self, model: Path, uno: dict[str, Any] | None = None, **settings: Any) -> None:
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+            "enforce_eager": True,
+            # The smallest that vLLM's CPU attention takes (16 is tested on the GPU).
+            "block_size": 32,
+            "seed": 0,
+        }
+        if uno is not None:
+            settings["speculative_config"] = {"method": "uno", **uno}
+        self.llm = LLM(str(model), **(defaults | settings))
+        core: Any = self.llm.llm_engine.engine_core
+        self.scheduler = core.engine_core.scheduler
+        self.runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.speculator = self.runner.speculator
+        self.preemptions = 0
+        preempt = self.scheduler._preempt_request
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = count
+
+    def outputs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    ) -> list[Any]:
+        """vLLM's RequestOutputs for prompts of token ids."""
+        return self.llm.generate(
+            [{"prompt_token_ids": list(p)} for p in prompts],
+            params,  # type: ignore[arg-type]
+            use_tqdm=False,
+        )
+
+    def tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    ) -> list[list[int]]:
+        """The first completion's token ids, per prompt."""
+        return [list(o.outputs[0].token_ids) for o in self.outputs(prompts, params)]
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.scheduler, self.runner, self.speculator
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        torch._dynamo.reset()
+
+
+@contextmanager
+def engine(
+    model: Path, uno: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[Engine]:
+    running = Engine(model, uno, **settings)
+    try:
+        yield running
+    finally:
+        running.close()

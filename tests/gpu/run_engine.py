@@ -1,0 +1,237 @@
+"""One engine on the GPU in a process of its own: plain, UNO or ngram; results as JSON.
+
+    python tests/gpu/run_engine.py --work /tmp/h200 --name uno --method uno
+
+A process each because vLLM reads VLLM_BATCH_INVARIANT and its cache folder at
+import. Several may run at a time on one GPU (`--memory`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+VOCAB = 2048
+TOKENS = 128
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder for models and results")
+    parser.add_argument("--name", required=True, help="of the result file")
+    parser.add_argument("--method", choices=("plain", "uno", "ngram"), default="uno")
+    parser.add_argument("--block-size", type=int, default=8, help="B; K of ngram")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--backend", default=None, help="attention backend")
+    parser.add_argument("--kv-block-size", type=int, default=16)
+    parser.add_argument("--max-num-seqs", type=int, default=None)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1")
+    parser.add_argument("--memory", type=float, default=0.08)
+    parser.add_argument("--adapter-seed", type=int, default=0)
+    parser.add_argument("--cache", default=None, help="VLLM_CACHE_ROOT")
+    parser.add_argument("--oracle", action="store_true", help="draft logits against PEFT")
+    parser.add_argument("--sampled", action="store_true", help="row-0 acceptance by parameter")
+    return parser.parse_args()
+
+
+def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
+    from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
+
+    folder = args.work / f"model-{args.name}"
+    # Sharper than the CPU tests' model, or bf16 would tie the best two tokens.
+    model = write_tiny_model(folder, vocab_size=VOCAB, std=0.04, dtype=args.dtype)
+    adapter = write_random_adapter(args.work / f"a-{args.name}", model, seed=args.adapter_seed)
+    settings: dict[str, Any] = {}
+    if args.method == "uno":
+        settings["speculative_config"] = {
+            "method": "uno",
+            "num_speculative_tokens": args.block_size,
+            "uno_lora_path": str(adapter),
+        }
+    elif args.method == "ngram":
+        settings["speculative_config"] = {
+            "method": "ngram_gpu",
+            "num_speculative_tokens": args.block_size,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+    if args.max_num_seqs:
+        settings["max_num_seqs"] = args.max_num_seqs
+    if args.backend:
+        settings["attention_backend"] = args.backend
+    from vllm import LLM
+
+    began = time.perf_counter()
+    llm = LLM(
+        str(model),
+        dtype=args.dtype,
+        max_model_len=1024,
+        enforce_eager=args.eager,
+        gpu_memory_utilization=args.memory,
+        block_size=args.kv_block_size,
+        seed=0,
+        **settings,
+    )
+    print(f"{args.name}: started in {time.perf_counter() - began:.1f} s", flush=True)
+    return llm, model, adapter
+
+
+def parts(llm: Any) -> tuple[Any, Any]:
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker
+    return core, getattr(worker, "worker", worker).model_runner
+
+
+def count_graphs(runner: Any, counts: dict[str, int]) -> None:
+    """Count decode steps inside and outside FULL graphs, for verify and draft."""
+
+    def watch(manager: Any, kind: str, rows: int) -> None:
+        dispatch = manager.dispatch
+
+        def counted(num_reqs: int, num_tokens: int, *a: Any, **k: Any) -> Any:
+            desc = dispatch(num_reqs, num_tokens, *a, **k)
+            if num_tokens == num_reqs * rows:
+                key = f"{kind} {desc.cg_mode.name}"
+                counts[key] = counts.get(key, 0) + 1
+            return desc
+
+        manager.dispatch = counted
+
+    watch(runner.cudagraph_manager, "verify", runner.decode_query_len)
+    if getattr(runner.speculator, "cudagraph_manager", None) is not None:
+        watch(runner.speculator.cudagraph_manager, "draft", runner.speculator.block_size)
+
+
+def greedy(llm: Any, result: dict[str, Any]) -> None:
+    from prompts import make_gpu_prompts
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+    prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)]
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    result["seconds"] = time.perf_counter() - began
+    result["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
+    result["gaps"] = [
+        [
+            sorted((lp.logprob for lp in at.values()), reverse=True)[0]
+            - sorted((lp.logprob for lp in at.values()), reverse=True)[1]
+            for at in o.outputs[0].logprobs
+        ]
+        for o in outputs
+    ]
+    # 1 ... 64 requests at a time: every decode batch size meets its graph.
+    short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for n in (1, 2, 3, 5, 7, 9, 17, 30, 33, 48, 57, 64):
+        llm.generate(prompts[:n], short, use_tqdm=False)
+
+
+def oracle(llm: Any, runner: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None:
+    """Worst relative error of the engine's draft logits against transformers + PEFT, fp32."""
+    import torch
+    from oracle import DraftOracle
+    from prompts import make_prompts
+    from vllm import SamplingParams
+
+    sampler = runner.speculator.draft_sampler
+    law = sampler._draft_law
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def record(logits: Any, batch: Any, start: int, stop: int) -> Any:
+        seen.append(
+            (batch.input_ids.clone().cpu(), batch.positions.clone().cpu(), logits.clone().cpu())
+        )
+        return law(logits, batch, start, stop)
+
+    sampler._draft_law = record
+    reference = DraftOracle(model, adapter)
+    base = DraftOracle(model)
+    block = runner.speculator.block_size
+    worst = worst_row0 = 0.0
+    moved = 0.0
+    for prompt in make_prompts(VOCAB)[2:5]:
+        seen.clear()
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        text = prompt + list(out.outputs[0].token_ids)
+        for ids, positions, logits in seen:
+            context = int(positions[0])
+            if context >= len(text) or text[context] != int(ids[0]):
+                continue  # drafted past the end of the request
+            want = reference.draft_logits(text[:context], ids.tolist())
+            plain = base.draft_logits(text[:context], ids.tolist())
+            error = (logits[:block].float() - want).norm(dim=1) / want.norm(dim=1)
+            worst = max(worst, float(error.max()))
+            row0 = (logits[0].float() - plain[0]).norm() / plain[0].norm()
+            worst_row0 = max(worst_row0, float(row0))
+            moved = max(moved, float((want - plain)[1:].abs().max()) if block > 1 else 9.0)
+            result["oracle_blocks"] = result.get("oracle_blocks", 0) + 1
+    sampler._draft_law = law
+    result.update(oracle_error=worst, oracle_row0=worst_row0, adapter_moves=moved)
+
+
+def sampled(llm: Any, runner: Any, result: dict[str, Any]) -> None:
+    """Row-0 acceptance for each kind of sampling parameter."""
+    from prompts import make_gpu_prompts
+    from vllm import SamplingParams
+
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "temperature": {"temperature": 0.7},
+        "top_k": {"top_k": 10},
+        "top_p": {"top_p": 0.8},
+        "both": {"top_k": 20, "top_p": 0.9},
+        "min_p": {"min_p": 0.1},
+        "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+        "logit_bias": {"logit_bias": {5: 4.0, 9: -4.0}},
+        "bad_words": {"allowed_token_ids": list(range(5, 900))},
+    }
+    prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)]
+    result["row0"] = {}
+    for name, kind in kinds.items():
+        params = SamplingParams(**{"temperature": 1.0, **kind}, max_tokens=48, ignore_eos=True)
+        runner.speculator.counters.reset()
+        print(f"{name}: first request of its kind", flush=True)
+        llm.generate(prompts, params, use_tqdm=False)
+        stats = runner.speculator.counters.snapshot()
+        result["row0"][name] = [*stats.acceptance, stats.tokens_per_cycle]
+
+
+def main() -> None:
+    args = arguments()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if args.invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if args.cache:
+        os.environ["VLLM_CACHE_ROOT"] = args.cache
+    args.work.mkdir(parents=True, exist_ok=True)
+    llm, model, adapter = start(args)
+    core, runner = parts(llm)
+    result: dict[str, Any] = {"async": core.vllm_config.scheduler_config.async_scheduling}
+    counts: dict[str, int] = {}
+    count_graphs(runner, counts)
+    if args.oracle:
+        oracle(llm, runner, model, adapter, result)
+    elif args.sampled:
+        sampled(llm, runner, result)
+    else:
+        greedy(llm, result)
+    result["graphs"] = counts
+    if args.method == "uno":
+        result["stats"] = runner.speculator.counters.snapshot().__dict__
+    (args.work / f"{args.name}.json").write_text(json.dumps(result))
+    shown = {k: v for k, v in result.items() if k not in ("tokens", "gaps")}
+    print(f"{args.name}: {json.dumps(shown)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,424 @@
+"""Sampled-law runs: many continuations by a tiny random model, tested against plain vLLM's law.
+
+    python tests/law_run.py --settings t1,top_k --tokens 250000 --out law.json
+    python tests/law_run.py --settings t0.7 --plain                    # the floor
+    python tests/law_run.py --settings t0.7 --sabotage residual-is-p   # must fail
+
+One process holds one engine at a time, so settings are spread over processes. Requests have seeds
+of their own, fixed once and for all: the same call gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from law import LawResult, law_test, processed_law
+from sabotage import SABOTAGES, STAND_IN
+
+if TYPE_CHECKING:
+    from engines import Engine
+    from vllm import SamplingParams
+
+VOCAB_SIZE = 16
+BLOCK_SIZE = 3  # B
+PROMPT_LENGTH = 6
+TOKENS_PER_REQUEST = 64
+MAX_MODEL_LEN = 128
+# Of every noise row, given that the row before it was accepted: both branches of the test, and so
+# every offset of a cycle, must be taken often.
+ACCEPTANCE = (0.2, 0.9)
+# The offset label of tokens sampled by the prefill, which no draft preceded.
+PREFILL = -1
+
+# What one process can be asked for besides the faults.
+STAND_IN_NAME = "torch"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sampling parameters, and how drafts are sampled."""
+
+    name: str
+    params: dict[str, Any]
+    draft: str = "probabilistic"
+
+    @property
+    def has_penalties(self) -> bool:
+        return any(name.endswith("_penalty") for name in self.params)
+
+
+_BIAS = {2: 1.5, 7: -2.0, 11: 0.7}
+_ALL_SETTINGS = (
+    Setting("t0.7", {"temperature": 0.7}),
+    Setting("t1", {}),
+    Setting("t1.5", {"temperature": 1.5}),
+    Setting("top_k", {"top_k": 5}),
+    Setting("top_p", {"top_p": 0.8}),
+    Setting("top_k-top_p", {"top_k": 6, "top_p": 0.8}),
+    Setting("min_p", {"min_p": 0.1}),
+    Setting("repetition", {"repetition_penalty": 1.3}),
+    Setting("frequency-presence", {"frequency_penalty": 0.3, "presence_penalty": 0.5}),
+    Setting("bias", {"logit_bias": _BIAS}),
+    Setting(
+        "joined",
+        {
+            "temperature": 0.7,
+            "top_k": 8,
+            "top_p": 0.9,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.2,
+            "presence_penalty": 0.3,
+            "logit_bias": _BIAS,
+        },
+    ),
+    Setting("joined-min_p", {"temperature": 1.3, "min_p": 0.1, "logit_bias": _BIAS}),
+    Setting("greedy-draft", {}, draft="greedy"),
+)
+SETTINGS = {setting.name: setting for setting in _ALL_SETTINGS}
+# Where every sabotage shows: a temperature that is not 1, and rejections in plenty.
+SABOTAGE_SETTING = "t0.7"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Continuations of `tokens` tokens each.
+
+    Attributes:
+        prompts: [N][PROMPT_LENGTH].
+        outputs: int64 [N, tokens].
+        offsets: int64 [N, tokens], each token's place in its cycle, or `PREFILL`.
+    """
+
+    prompts: list[list[int]]
+    outputs: torch.Tensor
+    offsets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Report:
+    """One setting's outcome.
+
+    Attributes:
+        kind: "uno", "plain", or the sabotage's name.
+        acceptance: of each draft row, given that the row before it was accepted.
+        tau: tokens per cycle.
+        seconds: sampling, then the law and its test.
+    """
+
+    setting: str
+    kind: str
+    tokens: int
+    requests: int
+    statistic: float
+    dof: int
+    p_value: float
+    impossible: int
+    acceptance: list[float] = field(default_factory=list)
+    tau: float | None = None
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+    def line(self) -> str:
+        acceptance = " ".join(f"{a:.3f}" for a in self.acceptance) or "-"
+        tau = "-" if self.tau is None else f"{self.tau:.3f}"
+        return (
+            f"{self.setting:20} {self.kind:26} tokens {self.tokens:7} chi2 {self.statistic:9.1f} "
+            f"dof {self.dof:3} p {self.p_value:9.3g} impossible {self.impossible} "
+            f"acceptance {acceptance} tau {tau} "
+            f"[{self.seconds[0]:.1f} s + {self.seconds[1]:.1f} s]"
+        )
+
+
+def prepare_environment() -> None:
+    """Before vLLM is imported: as conftest.py, plus exact fp32 in Triton's attention."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    if not torch.cuda.is_available():
+        os.environ["UNO_CPU_INTERPRETER"] = "1"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def write_models(folder: Path) -> tuple[Path, Path]:
+    """Model and adapter; safe when several processes share `folder`."""
+    from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
+
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            draft = Path(temporary) / "models"
+            # Logits of standard deviation 1.8, largest p 0.4 on average.
+            model = write_tiny_model(
+                draft / "model",
+                vocab_size=VOCAB_SIZE,
+                hidden_size=64,
+                intermediate_size=128,
+                max_position_embeddings=512,
+                std=0.2,
+                seed=1,
+            )
+            write_random_adapter(draft / "adapter", model, strength=0.3, seed=2)
+            try:
+                draft.rename(folder)
+            except OSError:
+                if not folder.exists():
+                    raise
+    return folder / "model", folder / "adapter"
+
+
+@contextmanager
+def law_engine(
+    folder: Path,
+    *,
+    draft: str = "probabilistic",
+    plain: bool = False,
+    max_num_seqs: int | None = None,
+    eager: bool = False,
+) -> Iterator[Engine]:
+    from engines import engine
+
+    model, adapter = write_models(folder)
+    gpu = torch.cuda.is_available()
+    max_num_seqs = max_num_seqs or (512 if gpu else 64)
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": max_num_seqs,
+        # Room for every request's verify rows beside new prompts.
+        "max_num_batched_tokens": max(512, 2 * max_num_seqs * (BLOCK_SIZE + 1)),
+        "enforce_eager": eager or not gpu,
+    }
+    if gpu:
+        sizes = {n * rows for n in (1, 32, 128, 256, 384, 512) for rows in (1, 3, 4)}
+        settings |= {
+            "attention_backend": "TRITON_ATTN",  # the one that takes fp32
+            "gpu_memory_utilization": 0.03,  # several processes share the GPU
+            "kv_cache_memory_bytes": 2**28,
+        }
+        if not eager:
+            settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(sizes)}
+    uno = {
+        "uno_lora_path": str(adapter),
+        "num_speculative_tokens": BLOCK_SIZE,
+        "draft_sample_method": draft,
+    }
+    with engine(model, None if plain else uno, **settings) as running:
+        yield running
+
+
+def make_params(setting: Setting, tokens: int, seed: int) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        **{"temperature": 1.0, **setting.params},
+        seed=seed,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def collect(
+    running: Engine, setting: Setting, requests: int, tokens: int = TOKENS_PER_REQUEST
+) -> Samples:
+    """Run `requests` continuations; one step's tokens of a request are one cycle's."""
+    llm_engine: Any = running.llm.llm_engine
+    # Streams that no other setting uses.
+    first_seed = (1 + list(SETTINGS).index(setting.name)) * 10_000_000
+    generator = torch.Generator().manual_seed(first_seed)
+    prompts = torch.randint(1, VOCAB_SIZE, (requests, PROMPT_LENGTH), generator=generator).tolist()
+    for i, prompt in enumerate(prompts):
+        params = make_params(setting, tokens, first_seed + i)
+        llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+
+    outputs: list[list[int]] = [[] for _ in prompts]
+    offsets: list[list[int]] = [[] for _ in prompts]
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            i = int(output.request_id.split("-")[0])
+            emitted = output.outputs[0].token_ids
+            if not emitted:
+                continue
+            if not outputs[i]:
+                assert len(emitted) == 1, "a prefill samples one token"
+                offsets[i].append(PREFILL)
+            else:
+                assert len(emitted) <= BLOCK_SIZE + 1
+                offsets[i] += range(len(emitted))
+            outputs[i] += emitted
+    return Samples(prompts, torch.tensor(outputs), torch.tensor(offsets))
+
+
+@torch.inference_mode()
+def plain_laws(
+    samples: Samples, setting: Setting, model: Path, *, batch: int = 512
+) -> torch.Tensor:
+    """[N, tokens, V]: plain vLLM's law at each token, from transformers' logits."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reference = AutoModelForCausalLM.from_pretrained(
+        str(model), dtype=torch.float32, attn_implementation="eager"
+    )
+    reference.to(device).eval()
+    ids = torch.cat([torch.tensor(samples.prompts), samples.outputs], dim=1)
+    logits = torch.cat(
+        [
+            # Row i of the model is the law of token i + 1.
+            reference(input_ids=part.to(device), use_cache=False).logits[:, PROMPT_LENGTH - 1 : -1]
+            for part in ids.split(batch)
+        ]
+    ).cpu()
+    params = make_params(setting, samples.outputs.shape[1], seed=0)
+    if not setting.has_penalties:  # no row's law depends on the tokens before it: all at once
+        flat = processed_law(logits.flatten(0, 1), params, [], samples.outputs.flatten())
+        return flat.view_as(logits)
+    return torch.stack(
+        [
+            processed_law(rows, params, prompt, output)
+            for rows, prompt, output in zip(logits, samples.prompts, samples.outputs, strict=True)
+        ]
+    )
+
+
+def test_samples(samples: Samples, laws: torch.Tensor) -> LawResult:
+    return law_test(samples.offsets.flatten(), samples.outputs.flatten(), laws.flatten(0, 1))
+
+
+test_samples.__test__ = False  # type: ignore[attr-defined]  # no test for pytest
+
+
+def conditional_acceptance(running: Engine) -> list[float]:
+    """Of each draft row, given that the rows before it were accepted."""
+    stats = running.speculator.counters.snapshot()
+    reached = (stats.proposed[0], *stats.accepted[:-1])
+    return [a / max(r, 1) for a, r in zip(stats.accepted, reached, strict=True)]
+
+
+def check_acceptance(acceptance: Sequence[float]) -> None:
+    low, high = ACCEPTANCE
+    assert all(low <= a <= high for a in acceptance[1:]), f"noise rows accept {acceptance[1:]}"
+
+
+def fault(name: str | None) -> Callable[[], AbstractContextManager[None]]:
+    if name is None:
+        return nullcontext
+    return STAND_IN if name == STAND_IN_NAME else SABOTAGES[name]
+
+
+def run_setting(
+    running: Engine,
+    setting: Setting,
+    model: Path,
+    *,
+    requests: int,
+    tokens: int = TOKENS_PER_REQUEST,
+    sabotage: str | None = None,
+) -> Report:
+    """Sample, test; asserts the acceptance of an engine that nobody sabotaged."""
+    speculates = running.speculator is not None
+    if speculates:
+        running.speculator.counters.reset()
+    begin = time.perf_counter()
+    with fault(sabotage)():
+        samples = collect(running, setting, requests, tokens)
+    middle = time.perf_counter()
+    acceptance = conditional_acceptance(running) if speculates else []
+    tau = running.speculator.counters.snapshot().tokens_per_cycle if speculates else None
+    result = test_samples(samples, plain_laws(samples, setting, model))
+    report = Report(
+        setting=setting.name,
+        kind=sabotage or ("uno" if speculates else "plain"),
+        requests=requests,
+        acceptance=acceptance,
+        tau=tau,
+        seconds=(middle - begin, time.perf_counter() - middle),
+        **asdict(result),
+    )
+    print(report.line(), flush=True)
+    if speculates and sabotage in (None, STAND_IN_NAME):
+        check_acceptance(acceptance)
+    return report
+
+
+def run(
+    settings: Sequence[Setting],
+    folder: Path,
+    *,
+    tokens: int,
+    sabotages: Sequence[str | None] = (None,),
+    plain: bool = False,
+    eager: bool = False,
+    max_num_seqs: int | None = None,
+) -> list[Report]:
+    """Every setting under every sabotage; one engine per way of sampling drafts."""
+    reports = []
+    requests = -(-tokens // TOKENS_PER_REQUEST)
+    for draft in sorted({setting.draft for setting in settings}, reverse=True):
+        begin = time.perf_counter()
+        with law_engine(
+            folder, draft=draft, plain=plain, eager=eager, max_num_seqs=max_num_seqs
+        ) as running:
+            print(f"engine started in {time.perf_counter() - begin:.1f} s", flush=True)
+            reports += [
+                run_setting(running, setting, folder / "model", requests=requests, sabotage=fault)
+                for setting in settings
+                if setting.draft == draft
+                for fault in sabotages
+            ]
+    return reports
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="names, comma-separated")
+    parser.add_argument("--tokens", type=int, default=250_000, help="at least, per setting")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument(
+        "--sabotage",
+        help=f"names out of {', '.join([*SABOTAGES, STAND_IN_NAME])} (no fault); or 'all'",
+    )
+    parser.add_argument("--plain", action="store_true", help="plain vLLM: the floor")
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument(
+        "--models",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "uno-law-models",
+        help="folder of the tiny model, shared by processes (and so their compile caches)",
+    )
+    options = parser.parse_args(arguments)
+    names = [STAND_IN_NAME, *SABOTAGES] if options.sabotage == "all" else None
+    if names is None and options.sabotage:
+        names = options.sabotage.split(",")
+    reports = run(
+        [SETTINGS[name] for name in options.settings.split(",")],
+        options.models,
+        tokens=options.tokens,
+        sabotages=names or [None],
+        plain=options.plain,
+        eager=options.eager,
+        max_num_seqs=options.max_num_seqs,
+    )
+    if options.out:
+        options.out.write_text(json.dumps([asdict(r) for r in reports], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    # tests/ is sys.path[0] here.
+    prepare_environment()
+    main(sys.argv[1:])

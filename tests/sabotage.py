@@ -1,0 +1,172 @@
+"""Ways to break the output law on purpose: the sampled-law test must see each of them.
+
+`SABOTAGES[name]()` is a context manager that patches one place of this process. Those inside the
+rejection test act on `TorchRejectionSampler`, a plain PyTorch stand-in for vLLM's kernels;
+`torch` is the stand-in without a fault, which must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+RESIDUAL_OFF_BY_ONE = "residual-off-by-one"
+RESIDUAL_IS_P = "residual-is-p"
+BONUS_FROM_LAST_DRAFT_ROW = "bonus-from-last-draft-row"
+
+_REJECTION_SAMPLE = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
+_DRAFT_GUMBEL_SAMPLE = "vllm_uno.draft_sampling.gumbel_sample"
+
+
+class TorchRejectionSampler:
+    """vLLM's `rejection_sample` (standard method, no watermark) over padded [requests, rows, V].
+
+    Its random numbers come from a generator of its own, not from the requests' seeds: lossless as
+    well, but no token equals vLLM's.
+    """
+
+    def __init__(self, seed: int = 0, sabotage: str | None = None) -> None:
+        self.seed = seed
+        self.sabotage = sabotage
+        self._generator: torch.Generator | None = None
+
+    def _exponential(self, like: torch.Tensor) -> torch.Tensor:
+        if self._generator is None:
+            self._generator = torch.Generator(like.device).manual_seed(self.seed)
+        return torch.empty_like(like).exponential_(generator=self._generator)
+
+    def __call__(
+        self,
+        target_logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        pos: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        temperature: torch.Tensor,
+        seed: torch.Tensor,
+        num_speculative_steps: int,
+        synthetic_conditional_rates: torch.Tensor | None = None,
+        use_fp64: bool = False,
+        use_block_verification: bool = False,
+        **watermark: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As vLLM's: target logits are processed, temperature and all; draft logits are not
+        divided by it yet. Returns (sampled int64 [n, K + 1], num_sampled int32 [n])."""
+        if synthetic_conditional_rates is not None or use_block_verification or watermark:
+            raise NotImplementedError("only the standard method")
+        device = target_logits.device
+        steps = num_speculative_steps
+        start = cu_num_logits[:-1].long()
+        num_drafts = cu_num_logits[1:].long() - start - 1
+        column = torch.arange(steps + 1, device=device)
+        rows = start[:, None] + torch.minimum(column, num_drafts[:, None])
+        request = idx_mapping.long()
+        heat = temperature[request].double()[:, None, None]
+
+        # [n, K + 1, V]; rows past a request's bonus row repeat it and are not used.
+        logits = target_logits[rows].double()
+        vocab_size = logits.shape[-1]
+        greedy = torch.nn.functional.one_hot(logits.argmax(-1), vocab_size).double()
+        p = torch.where(heat == 0, greedy, logits.softmax(-1))
+
+        drafts = torch.where(
+            column[:steps] < num_drafts[:, None],
+            draft_sampled[rows[:, 1:]].long(),
+            torch.full_like(rows[:, 1:], -1),
+        )
+        valid = drafts >= 0  # vLLM marks placeholders -1: they are rejected, the token is p's
+        one_hot = torch.nn.functional.one_hot(drafts.clamp(min=0), vocab_size).double()
+        if draft_logits is None:
+            q = one_hot
+        else:
+            stored = draft_logits[request, :, :vocab_size].double()
+            # A slot's law is stale (or all -inf) where it did not draft; those rows are not valid.
+            law = (stored / heat.clamp(min=1e-9)).softmax(-1).nan_to_num(0.0)
+            q = torch.where(heat == 0, one_hot, law)
+
+        chosen = drafts.clamp(min=0)[..., None]
+        ratio = p[:, :steps].gather(-1, chosen)[..., 0] / q.gather(-1, chosen)[..., 0]
+        # Exp(1) >= -log(ratio) has probability min(1, ratio).
+        accept = valid & (self._exponential(ratio) >= -ratio.log())
+        accepted = accept.long().cumprod(-1).sum(-1)
+
+        # The rejected row's residual, or p itself at a placeholder and at the bonus row.
+        picked = partial(_take_row, row=accepted)
+        law = picked(p)
+        q = torch.cat([q, q.new_zeros(len(q), 1, vocab_size)], dim=1)
+        q = torch.where(torch.nn.functional.pad(valid, (0, 1))[..., None], q, 0.0)
+        if self.sabotage == RESIDUAL_OFF_BY_ONE:
+            below = _take_row(q, (accepted - 1).clamp(min=0))
+            residual = (law - torch.where((accepted == num_drafts)[:, None], 0.0, below)).clamp(
+                min=0
+            )
+        elif self.sabotage == RESIDUAL_IS_P:
+            residual = law
+        else:
+            residual = (law - picked(q)).clamp(min=0)
+        if self.sabotage == BONUS_FROM_LAST_DRAFT_ROW:
+            last = _take_row(p, (num_drafts - 1).clamp(min=0))
+            residual = torch.where((accepted == num_drafts)[:, None], last, residual)
+        final = (residual / self._exponential(residual)).argmax(-1)
+
+        sampled = torch.nn.functional.pad(drafts, (0, 1))
+        sampled.scatter_(1, accepted[:, None], final[:, None])
+        return sampled, (accepted + 1).int()
+
+
+def _take_row(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """values[i, row[i]]: [n, rows, V] -> [n, V]."""
+    return values[torch.arange(len(row), device=row.device), row]
+
+
+@contextmanager
+def _rejection_test(sabotage: str | None) -> Iterator[None]:
+    with mock.patch(_REJECTION_SAMPLE, TorchRejectionSampler(seed=1, sabotage=sabotage)):
+        yield
+
+
+@contextmanager
+def _draft_sampling(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Alter the arguments with which our draft sampler calls vLLM's `gumbel_sample`."""
+    from vllm_uno import draft_sampling
+
+    original = draft_sampling.gumbel_sample
+    names = ("logits", "expanded_idx_mapping", "temperature", "seed", "pos")
+
+    def altered(*args: Any, **kwargs: Any) -> torch.Tensor:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        change(arguments)
+        sampled: torch.Tensor = original(**arguments)
+        return sampled
+
+    with mock.patch(_DRAFT_GUMBEL_SAMPLE, altered):
+        yield
+
+
+def _share_noise(arguments: dict[str, Any]) -> None:
+    arguments["is_drafting"] = False  # the key of the verifier's own draw at this position
+
+
+def _ignore_temperature(arguments: dict[str, Any]) -> None:
+    # What is cached stays: the test divides it by the temperature, the draw did not.
+    temperature = arguments["temperature"]
+    arguments["temperature"] = torch.where(temperature > 0, torch.ones_like(temperature), 0.0)
+
+
+SABOTAGES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "noise-shared": partial(_draft_sampling, _share_noise),
+    "draft-temperature-ignored": partial(_draft_sampling, _ignore_temperature),
+    RESIDUAL_OFF_BY_ONE: partial(_rejection_test, RESIDUAL_OFF_BY_ONE),
+    RESIDUAL_IS_P: partial(_rejection_test, RESIDUAL_IS_P),
+    BONUS_FROM_LAST_DRAFT_ROW: partial(_rejection_test, BONUS_FROM_LAST_DRAFT_ROW),
+}
+# Not a fault: the stand-in itself.
+STAND_IN: Callable[[], AbstractContextManager[None]] = partial(_rejection_test, None)

@@ -1,0 +1,229 @@
+"""Plain vLLM and UNO side by side, on a CPU as on a GPU: `python -m vllm_uno.demo`.
+
+    make demo                                                a tiny random model, on the CPU
+    python -m vllm_uno.demo --model Qwen/Qwen3-8B            a real one, on a GPU
+
+Greedy outputs are compared token by token; the exit status is 1 where they differ. Then the same
+prompts are sampled at temperature 1, to show how many drafted tokens are accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_uno.vllm_hooks.cpu_interpreter import SWITCH, is_cpu_build
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from vllm_uno.metrics import DraftStats
+
+PROMPTS = ("Once upon a time", "The capital of France is", "def fibonacci(n):")
+_MAX_MODEL_LEN = 1024
+_SAMPLES = 2  # continuations of each prompt at temperature 1
+
+
+def prepare_environment(on_cpu: bool) -> None:
+    """Set what vLLM reads when it is imported; what the user has set stays."""
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if on_cpu:
+        # One process: it starts sooner.
+        engine = {SWITCH: "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    else:
+        # A process for each engine: its GPU memory is free for the next one. Its counters are
+        # read by a function sent there (see inspect_engine).
+        engine = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    for name, value in (quiet | engine).items():
+        os.environ.setdefault(name, value)
+    # Lanes that are masked out: the interpreter computes them all the same.
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter"
+    )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_uno.demo", description="Plain vLLM and UNO side by side."
+    )
+    parser.add_argument("--model", help="folder or hub id (default: a tiny random model)")
+    parser.add_argument(
+        "--adapter",
+        metavar="PATH",
+        help="UNO adapter, folder or hub id with an optional :subfolder (default: with --model the "
+        "one UNO finds for it, else a random one)",
+    )
+    parser.add_argument("--block-size", type=int, default=8, help="B (default: %(default)s)")
+    parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), metavar="TEXT")
+    parser.add_argument(
+        "--max-tokens", type=int, default=24, help="per prompt (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    if args.adapter and not args.model:
+        parser.error("--adapter needs --model")
+    for option in ("block_size", "max_tokens"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} must be at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    on_cpu = is_cpu_build()
+    prepare_environment(on_cpu)
+    with tempfile.TemporaryDirectory(prefix="vllm-uno-demo-") as folder:
+        return _run(args, on_cpu, Path(folder))
+
+
+def _run(args: argparse.Namespace, on_cpu: bool, folder: Path) -> int:
+    tiny = args.model is None
+    settings: dict[str, Any] = {
+        "model": args.model,
+        "max_model_len": _MAX_MODEL_LEN,
+        "max_num_seqs": max(16, _SAMPLES * len(args.prompts)),
+        # Compiling takes a CPU longer than the whole demo.
+        "enforce_eager": on_cpu or tiny,
+        "use_tqdm_on_load": False,
+    }
+    uno: dict[str, Any] = {"method": "uno", "num_speculative_tokens": args.block_size}
+    if args.adapter:
+        uno["uno_lora_path"] = args.adapter
+    if tiny:
+        from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
+
+        model = write_tiny_model(folder / "model")
+        uno["uno_lora_path"] = str(write_random_adapter(folder / "adapter", model))
+        settings |= {"model": str(model), "dtype": "float32"}
+        print(
+            "The embedded model is tiny and RANDOM (untrained), and so is its adapter: the text is "
+            "made-up\nsyllables. This shows that the output is the same and what is counted, not "
+            "what a trained\nadapter accepts and not any speed."
+        )
+    if on_cpu:
+        print("On a CPU the Triton kernels run in an interpreter: it is for trying, and slow.")
+    print(f"\nmodel {args.model or '(embedded)'}, block size B = {args.block_size}", flush=True)
+
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=tiny, logprobs=2)
+    sampled = SamplingParams(
+        temperature=1, max_tokens=args.max_tokens, ignore_eos=tiny, n=_SAMPLES, seed=0
+    )
+    with _engine("plain vLLM", settings) as llm:
+        plain = _generate(llm, args.prompts, greedy)
+    with _engine("UNO", settings | {"speculative_config": uno}) as llm:
+        from vllm_uno.inspect_engine import draft_stats
+
+        draft_stats(llm, reset=True)
+        ours = _generate(llm, args.prompts, greedy)
+        greedy_stats = draft_stats(llm, reset=True)
+        _generate(llm, args.prompts, sampled)
+        sampled_stats = draft_stats(llm)
+
+    same = _show_outputs(args.prompts, plain, ours)
+    print(f"\nGreedy: {same} of {len(args.prompts)} outputs are identical, token by token.")
+    _show_stats("Greedy (temperature 0)", greedy_stats)
+    _show_stats(f"Sampled (temperature 1, {_SAMPLES} continuations of each prompt)", sampled_stats)
+    print(
+        "\nA cycle is one draft pass and one verify pass. The first drafted token comes from the "
+        "base\nmodel's own law, so it is always right; how many more are depends on the adapter."
+        + (
+            " Here it is\nrandom: sampled drafts still agree by chance, greedy ones hardly do."
+            * tiny
+        )
+    )
+    if same == len(args.prompts):
+        return 0
+    print("\nFAILED: UNO's greedy output differs from plain vLLM's.", file=sys.stderr)
+    if not tiny:
+        print(
+            "In 16 bit two launches of plain vLLM can differ as well, where its two best tokens\n"
+            "nearly tie (see the gaps above). VLLM_BATCH_INVARIANT=1 takes rounding out of it.",
+            file=sys.stderr,
+        )
+    return 1
+
+
+@contextmanager
+def _engine(name: str, settings: dict[str, Any]) -> Iterator[LLM]:
+    from vllm import LLM
+
+    started = time.monotonic()
+    print(f"starting {name} ... ", end="", flush=True)
+    llm = LLM(**settings)
+    print(f"{time.monotonic() - started:.0f} s", flush=True)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def _generate(llm: LLM, prompts: list[str], params: Any) -> list[Any]:
+    """The first continuation of each prompt."""
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def _show_outputs(prompts: Sequence[str], plain: Sequence[Any], ours: Sequence[Any]) -> int:
+    """Print both outputs in two columns; how many are the same."""
+    width = max(30, min(shutil.get_terminal_size((100, 24)).columns, 140) // 2 - 2)
+    same = 0
+    for prompt, one, two in zip(prompts, plain, ours, strict=True):
+        left, right = list(one.token_ids), list(two.token_ids)
+        print(f"\nprompt {prompt!r}\n{'plain vLLM':<{width}} | UNO\n{'-' * width}-+-{'-' * width}")
+        for first, second in (
+            (repr(one.text), repr(two.text)),
+            (f"tokens {left}", f"tokens {right}"),
+        ):
+            columns = [textwrap.wrap(text, width) for text in (first, second)]
+            for row in range(max(map(len, columns))):
+                cells = [column[row] if row < len(column) else "" for column in columns]
+                print(f"{cells[0]:<{width}} | {cells[1]}".rstrip())
+        if left == right:
+            same += 1
+            print(f"same: yes, all {len(left)} tokens")
+        else:
+            print(f"same: NO, {_first_difference(one, left, right)}")
+    return same
+
+
+def _first_difference(plain: Any, left: list[int], right: list[int]) -> str:
+    at = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+        min(len(left), len(right)),
+    )
+    if at == len(left):
+        return f"UNO goes on after token {at}"
+    best = sorted((entry.logprob for entry in plain.logprobs[at].values()), reverse=True)[:2]
+    return f"from token {at} on, where plain's best two are {best[0] - best[1]:.4f} nat apart"
+
+
+def _show_stats(title: str, stats: DraftStats) -> None:
+    print(f"\n{title}: {stats.tokens_per_cycle:.2f} tokens per cycle ({stats.cycles} cycles)")
+    print("  position  proposed  accepted  acceptance")
+    rows = zip(stats.proposed, stats.accepted, stats.acceptance, strict=True)
+    for position, (proposed, accepted, share) in enumerate(rows, 1):
+        bar = "" if math.isnan(share) else "#" * round(20 * share)  # NaN: nothing proposed
+        print(f"  {position:8}  {proposed:8}  {accepted:8}  {share:10.2f}  {bar}".rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
