@@ -106,16 +106,16 @@ build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh
 build/cuda/flags: Makefile $(CUDA_SOURCES) $(DEPS)
 	@command -v $(NVCC) >/dev/null || { echo "cuda-objects: nvcc not found (set NVCC)" >&2; exit 1; }
 	@mkdir -p $(@D)
-	@has() { echo "#include <$$1>" | $(NVCC) -x cu -E - >/dev/null 2>&1; }; \
-	major=$$($(NVCC) --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p'); missing=; \
-	has cuda_runtime.h || missing="nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl"; \
-	! grep -lq 'include <cublas' $(CUDA_SOURCES) /dev/null || has cublas_v2.h \
-	    || missing="$$missing nvidia-cublas"; \
-	for p in $$missing; do \
-	    $(PIP_INSTALL) --no-deps --target build/cuda/headers "$$p==$$major.*" || exit 1; \
-	done; \
+	@set -e; has() { echo "#include <$$1>" | $(NVCC) -x cu -E - >/dev/null 2>&1; }; \
+	cuda=$$($(NVCC) --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p'); missing=; \
+	has cuda_runtime.h || for p in runtime crt cccl; do \
+	    missing="$$missing nvidia-cuda-$$p==$$cuda.*"; done; \
+	! grep -q 'include <cublas' $(CUDA_SOURCES) || has cublas_v2.h \
+	    || missing="$$missing nvidia-cublas==$${cuda%%.*}.*"; \
+	[ -z "$$missing" ] || $(PIP_INSTALL) --no-deps --target build/cuda/headers $$missing; \
 	torch=$$($(PY) -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"); \
 	{ echo "-gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 -DUSE_CUDA"; \
 	  echo "-DTORCH_TARGET_VERSION=0x020a000000000000 -isystem $$torch/include"; \
-	  for d in build/cuda/headers/nvidia/cu*/include; do [ ! -d $$d ] || echo "-isystem $$d"; done; \
+	  for d in build/cuda/headers/nvidia/cu*/include; do \
+	      [ ! -d $$d ] || echo "-isystem $$d -isystem $$d/cccl"; done; \
 	} >$@

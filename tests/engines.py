@@ -12,7 +12,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 
 class Engine:
@@ -74,9 +74,7 @@ class Engine:
 
 
 @contextmanager
-def engine(
-    model: Path, uno: dict[str, Any] | None = None, **settings: Any
-) -> Iterator[Engine]:
+def engine(model: Path, uno: dict[str, Any] | None = None, **settings: Any) -> Iterator[Engine]:
     running = Engine(model, uno, **settings)
     try:
         yield running

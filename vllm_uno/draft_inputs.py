@@ -21,8 +21,14 @@ from dataclasses import dataclass
 import torch
 
 from vllm_uno.noise import noise_token_id, noise_token_ids_reference
-from vllm_uno.vllm_hooks.runner_api import PAD_SLOT_ID, BlockTables, InputBuffers, load_ptr
-from vllm_uno.vllm_hooks.runner_api import tl, triton
+from vllm_uno.vllm_hooks.runner_api import (
+    PAD_SLOT_ID,
+    BlockTables,
+    InputBuffers,
+    load_ptr,
+    tl,
+    triton,
+)
 
 _PAD = tl.constexpr(PAD_SLOT_ID)
 
@@ -140,9 +146,7 @@ def _draft_inputs_kernel(
             tl.atomic_add(cycles_ptr, 1)
             tl.atomic_add(emitted_ptr, num_sampled.to(tl.int64))
             one = tl.full((ROWS,), 1, tl.int64)
-            tl.atomic_add(
-                proposed_at_ptr + i, one, mask=in_block & (i < accepted + num_rejected)
-            )
+            tl.atomic_add(proposed_at_ptr + i, one, mask=in_block & (i < accepted + num_rejected))
             tl.atomic_add(accepted_at_ptr + i, one, mask=in_block & (i < accepted))
         tl.store(drafted_ptr + slot, active)
     tl.store(drafting_ptr + batch_row, active)

@@ -64,7 +64,7 @@ class UnoProposer(DraftModelSpeculator):
         # target's. It must not reach other readers of the real config.
         shadow = copy.copy(vllm_config)
         shadow.speculative_config = copy.copy(vllm_config.speculative_config)
-        shadow.speculative_config.draft_model_config = vllm_config.model_config  # type: ignore[union-attr]
+        shadow.speculative_config.draft_model_config = vllm_config.model_config
         super().__init__(shadow, device)
         self.vllm_config = vllm_config
         self.speculative_config: Any = vllm_config.speculative_config
@@ -145,7 +145,7 @@ class UnoProposer(DraftModelSpeculator):
         self.rows = DraftRows.allocate(
             block_tables.num_kv_cache_groups, self.max_num_reqs, self.block_size, self.device
         )
-        sampler = model_state.uno_sampler  # type: ignore[attr-defined]
+        sampler = model_state.uno_sampler
         self.draft_sampler = DraftSampler(sampler, self.block_size, self.draft_logits)
 
     # --- CUDA graphs -------------------------------------------------------

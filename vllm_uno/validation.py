@@ -41,37 +41,30 @@ def validate(vllm_config: VllmConfig) -> None:
         raise ValueError(f"speculative method 'uno' cannot run with this configuration:{listed}")
 
 
-def lower_max_num_seqs(
+def fit_limits(
     user_max_num_seqs: int | None,
     user_max_num_batched_tokens: int | None,
-    default_max_num_seqs: int,
-    default_max_num_batched_tokens: int,
-    block_size: int,
-    enable_lora: bool = False,
-) -> int | None:
-    """Fit the limit of requests to the rows of a draft pass, unless the user set both limits.
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    rows: int,
+) -> tuple[int, int]:
+    """Fit vLLM's default limits to the rows of a draft pass; never change what the user set.
 
     Args:
-        user_max_num_seqs: what the user set, or None.
-        user_max_num_batched_tokens: what the user set, or None.
-        default_max_num_seqs: what vLLM takes where the user set nothing.
-        default_max_num_batched_tokens: what vLLM takes where the user set nothing.
-        block_size: B.
-        enable_lora: vLLM itself then asks for B+1 rows a request.
+        user_max_num_seqs, user_max_num_batched_tokens: what the user set, or None.
+        max_num_seqs, max_num_batched_tokens: what vLLM takes.
+        rows: rows a request: B, or B+1 where `--enable-lora` makes vLLM ask for that many.
 
     Returns:
-        The lowered limit (at least 1), or None where nothing must change. Where the user set
-        both, `validate` says so if they do not fit.
+        (max_num_seqs, max_num_batched_tokens). Requests give way unless the user chose them;
+        where the user set both, `validate` says so if they do not fit.
 
     """
-    if user_max_num_seqs is not None and user_max_num_batched_tokens is not None:
-        return None
-    seqs = default_max_num_seqs if user_max_num_seqs is None else user_max_num_seqs
-    tokens = user_max_num_batched_tokens
-    if tokens is None:
-        tokens = default_max_num_batched_tokens
-    fitting = max(1, tokens // (block_size + 1 if enable_lora else block_size))
-    return fitting if fitting < seqs else None
+    if user_max_num_seqs is None:
+        max_num_seqs = min(max_num_seqs, max(1, max_num_batched_tokens // rows))
+    elif user_max_num_batched_tokens is None:
+        max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs * rows)
+    return max_num_seqs, max_num_batched_tokens
 
 
 def _runner_problems(vllm_config: VllmConfig) -> list[str]:

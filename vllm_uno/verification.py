@@ -23,7 +23,7 @@ def keep_sampler(target: nn.Module, vllm_config: VllmConfig) -> None:
     """
     base: type[ModelState] = resolve_model_state_cls(vllm_config, target)
 
-    class UnoModelState(base):  # type: ignore[misc, valid-type]
+    class UnoModelState(base):
         uno_sampler: Sampler
 
         def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:

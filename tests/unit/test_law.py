@@ -1,6 +1,7 @@
 """The statistics of the sampled-law tests, on simulated speculative decoding."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -11,6 +12,15 @@ from scipy import stats
 
 VOCAB = 8
 DRAFTS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small here: more threads only wait for each other (20 times slower, measured)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def settings(**changes: object) -> SimpleNamespace:
@@ -272,3 +282,83 @@ def test_settings_outside_the_model_are_refused() -> None:
         processed_law(torch.zeros(1, 4), settings(min_tokens=3), [], [0])
     with pytest.raises(ValueError, match="2 output tokens for 1 rows"):
         processed_law(torch.zeros(1, 4), settings(), [], [0, 1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.6, "top_k": 9, "top_p": 0.7},
+        {"min_p": 0.2, "repetition_penalty": 1.7},
+        {
+            "temperature": 1.4,
+            "top_k": 12,
+            "top_p": 0.9,
+            "min_p": 0.05,
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.4,
+            "presence_penalty": -0.6,
+            "logit_bias": {3: 2.5, 7: -1.0},
+        },
+    ],
+)
+def test_agrees_with_vllms_kernels(changes: dict[str, object]) -> None:
+    """20 output tokens of one request, as 20 verify rows of vLLM's own sampling kernels."""
+    import vllm_uno
+
+    vllm_uno.register()  # on the CPU: the interpreter's mends
+    from vllm.v1.worker.gpu.sample import gumbel as temperature_kernel
+    from vllm.v1.worker.gpu.sample import logit_bias, min_p, penalties, states
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    params, vocab, rows = settings(**changes), 24, 20
+    generator = torch.Generator().manual_seed(5)
+    logits = (2 * torch.randn(rows, vocab, generator=generator)).to(device)
+    prompt = torch.randint(0, vocab, (6,), generator=generator).tolist()
+    output = torch.randint(0, vocab, (rows,), generator=generator)
+    ours = processed_law(logits, params, prompt, output.to(device))
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    def floats(*values: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    z = logits.clone()
+    request = torch.zeros(rows, dtype=torch.int32, device=device)
+    row = torch.arange(rows, dtype=torch.int32, device=device)
+    bias = params.logit_bias or {}
+    none, no_ids = ints(0), ints(0)[None]
+    logit_bias.apply_logit_bias(
+        z,
+        request,
+        row,
+        none,
+        no_ids,
+        ints(len(bias)),
+        ints(*(bias or {0: 0.0}))[None],
+        floats(*(bias or {0: 0.0}).values())[None],
+        none,
+        none,
+        none,
+        no_ids,
+    )
+    # Row n of a request's verify pass holds output token n-1; row 0 holds the last prompt token.
+    fed = torch.tensor([prompt[-1], *output[:-1].tolist()], dtype=torch.int32, device=device)
+    penalties.apply_penalties(
+        z,
+        request,
+        fed,
+        row,
+        floats(params.repetition_penalty),
+        floats(params.frequency_penalty),
+        floats(params.presence_penalty),
+        ints(sum(1 << t for t in set(prompt)))[None],
+        torch.zeros(1, vocab, dtype=torch.int32, device=device),
+    )
+    temperature_kernel.apply_temperature(z, request, floats(params.temperature))
+    min_p.apply_min_p(z, request, floats(params.min_p))
+    top_k = ints(params.top_k or vocab).repeat(rows)
+    z = states.apply_top_k_top_p(z, top_k, floats(params.top_p).repeat(rows))
+    torch.testing.assert_close(ours, z.softmax(-1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours > 0, z > -torch.inf)

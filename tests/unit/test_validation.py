@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from vllm_uno.config import UnoSpeculativeConfig
 from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
-from vllm_uno.validation import lower_max_num_seqs, validate
+from vllm_uno.validation import fit_limits, validate
 
 MAX_MODEL_LEN = 64
 
@@ -258,19 +258,17 @@ def test_what_is_read_exists_in_this_vllm():
 
 
 @pytest.mark.parametrize(
-    ("user_seqs", "user_tokens", "seqs", "tokens", "block", "lora", "expected"),
+    ("user_seqs", "user_tokens", "seqs", "tokens", "rows", "expected"),
     [
-        (None, None, 1024, 8192, 8, False, None),  # exactly fits
-        (None, None, 1024, 8192, 16, False, 512),
-        (None, None, 1024, 8192, 8, True, 910),  # vLLM asks for B+1 rows with LoRA
-        (None, None, 256, 2048, 9, False, 227),
-        (None, 2048, 1024, 8192, 8, False, 256),  # the user's tokens
-        (None, 4, 256, 2048, 8, False, 1),  # never below one request
-        (128, None, 1024, 512, 8, False, 64),  # the user's requests, the default tokens
-        (32, None, 1024, 512, 8, False, None),
-        (1024, 2048, 1, 1, 8, False, None),  # both the user's: `validate` decides
+        (None, None, 1024, 8192, 8, (1024, 8192)),  # `vllm serve` on an H200, B=8: fits
+        (None, None, 1024, 8192, 16, (512, 8192)),
+        (None, None, 1024, 8192, 9, (910, 8192)),  # with --enable-lora
+        (None, 512, 256, 512, 8, (64, 512)),
+        (None, 4, 256, 4, 8, (1, 4)),
+        (256, None, 256, 1024, 8, (256, 2048)),
+        (16, None, 16, 1024, 8, (16, 1024)),
+        (256, 512, 256, 512, 8, (256, 512)),  # both chosen: for validate() to refuse
     ],
 )
-def test_lower_max_num_seqs(user_seqs, user_tokens, seqs, tokens, block, lora, expected):
-    lowered = lower_max_num_seqs(user_seqs, user_tokens, seqs, tokens, block, lora)
-    assert lowered == expected
+def test_fit_limits(user_seqs, user_tokens, seqs, tokens, rows, expected):
+    assert fit_limits(user_seqs, user_tokens, seqs, tokens, rows) == expected

@@ -44,34 +44,31 @@ def _set_default_limits(original: Any) -> Any:
     def set_default_limits(
         self: Any, usage_context: Any, model_config: Any, parallel_config: Any
     ) -> None:
-        user_max_num_seqs = self.max_num_seqs
+        user_seqs, user_tokens = self.max_num_seqs, self.max_num_batched_tokens
         original(self, usage_context, model_config, parallel_config)
-        if not _asks_for_uno(self) or user_max_num_seqs is not None:
+        if not _asks_for_uno(self):
             return
         from vllm.logger import init_logger
 
-        from vllm_uno.config import UnoSpeculativeConfig
+        from vllm_uno.config import DEFAULT_BLOCK_SIZE
+        from vllm_uno.validation import fit_limits
 
-        settings = self.speculative_config
-        block_size = int(
-            settings.get("num_speculative_tokens")
-            or settings.get("num-speculative-tokens")
-            or self.spec_tokens
-            or UnoSpeculativeConfig.num_speculative_tokens
-        )
-        # vLLM asks for K+1 rows a request where user LoRA is on.
-        rows = block_size + 1 if self.enable_lora else block_size
-        fitting = max(1, self.max_num_batched_tokens // rows)
-        if fitting < self.max_num_seqs:
+        settings = {key.replace("-", "_"): value for key, value in self.speculative_config.items()}
+        block_size = settings.get("num_speculative_tokens") or self.spec_tokens
+        rows = int(block_size or DEFAULT_BLOCK_SIZE)
+        if self.enable_lora:  # vLLM itself then asks for K+1 rows a request
+            rows += 1
+        limits = (self.max_num_seqs, self.max_num_batched_tokens)
+        fitted = fit_limits(user_seqs, user_tokens, *limits, rows)
+        if fitted != limits:
             init_logger("vllm.uno").info(
-                "UNO: max_num_seqs %d -> %d, so that %d draft rows a request fit into "
-                "max_num_batched_tokens=%d (set max_num_seqs to choose yourself)",
-                self.max_num_seqs,
-                fitting,
+                "UNO: %d draft rows a request: (max_num_seqs, max_num_batched_tokens) %s -> %s; "
+                "set both to choose yourself",
                 rows,
-                self.max_num_batched_tokens,
+                limits,
+                fitted,
             )
-            self.max_num_seqs = fitting
+            self.max_num_seqs, self.max_num_batched_tokens = fitted
 
     return set_default_limits
 

@@ -91,7 +91,7 @@ class Hook:
     def install(self) -> None:
         owner, name = self._locate()
         current = inspect.getattr_static(owner, name)
-        marked = current.fget if isinstance(current, property) else current
+        marked: Any = current.fget if isinstance(current, property) else current
         if hasattr(marked, "__uno_original__"):
             return
         replacement = self.make(current)
