@@ -58,9 +58,14 @@ def run(args: argparse.Namespace) -> None:
         enforce_eager=ON_CPU,  # compiling takes a CPU longer than these few tokens
     )
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    for output in llm.generate(args.prompts, params):
-        tokens = output.outputs[0].token_ids
-        print(f"{output.prompt!r} -> {output.outputs[0].text!r} ({len(tokens)} tokens)")
+    try:
+        for output in llm.generate(args.prompts, params):
+            tokens = output.outputs[0].token_ids
+            print(f"{output.prompt!r} -> {output.outputs[0].text!r} ({len(tokens)} tokens)")
+    finally:
+        # vLLM's own clean-up at exit may come too late: a TemporaryDirectory made before vLLM was
+        # imported turns the order of Python's exit handlers, and exit waits for the engine.
+        llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":  # vLLM starts processes that import this file again

@@ -128,17 +128,13 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], timeout: floa
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the server, which ends its engine; SIGKILL to what is left of its session."""
+    """SIGTERM to the server, which ends its engine; SIGKILL to all of them if that takes too long."""
     process.terminate()
     try:
         process.wait(timeout=30)
     except subprocess.TimeoutExpired:
-        pass
-    try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+        process.wait()
 
 
 def counter(url: str, name: str) -> int:

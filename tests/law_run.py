@@ -1,5 +1,6 @@
 """Sampled-law runs: many continuations by a tiny random model, tested against plain vLLM's law.
 
+    python tests/law_run.py --campaign --out law.json                  # all of it, in parallel
     python tests/law_run.py --settings t1,top_k --tokens 250000 --out law.json
     python tests/law_run.py --settings t0.7 --plain                    # the floor
     python tests/law_run.py --settings t0.7 --sabotage residual-is-p   # must fail
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from law import LawResult, law_test, processed_law
+from law import LawResult, holm, law_test, processed_law
 from sabotage import SABOTAGES, STAND_IN
 
 if TYPE_CHECKING:
@@ -41,8 +43,11 @@ ACCEPTANCE = (0.2, 0.9)
 # The offset label of tokens sampled by the prefill, which no draft preceded.
 PREFILL = -1
 
-# What one process can be asked for besides the faults.
+# Kind of a run in which PyTorch stands in for vLLM's rejection kernels, without a fault.
 STAND_IN_NAME = "torch"
+# Holm's family-wise error over all settings, and what a sabotage must come below.
+ALPHA = 1e-4
+SABOTAGE_P_VALUE = 1e-8
 
 
 @dataclass(frozen=True)
@@ -383,6 +388,89 @@ def run(
     return reports
 
 
+# --- all of it, in parallel processes ----------------------------------------------------------
+
+
+def _campaign_jobs() -> list[list[str]]:
+    """Command lines of about equal length: every setting with UNO and plain, every sabotage."""
+    drafted = [s.name for s in _ALL_SETTINGS if s.draft == "probabilistic"]
+    greedy = [s.name for s in _ALL_SETTINGS if s.draft == "greedy"]
+    # Plain vLLM knows no drafts: the settings for them have no floor of their own.
+    return [
+        ["--settings", ",".join(drafted[0::2])],
+        ["--settings", ",".join(drafted[1::2])],
+        ["--settings", ",".join(greedy)],
+        ["--settings", ",".join(drafted[0::3]), "--plain"],
+        ["--settings", ",".join(drafted[1::3]), "--plain"],
+        ["--settings", ",".join(drafted[2::3]), "--plain"],
+        ["--settings", SABOTAGE_SETTING, "--sabotage", ",".join([STAND_IN_NAME, *SABOTAGES])],
+    ]
+
+
+def campaign(folder: Path, *, tokens: int, eager: bool = False, jobs: int = 7) -> list[Report]:
+    """Run everything, at most `jobs` processes at a time; raises if one fails.
+
+    Args:
+        folder: for the models, logs, results and compile caches.
+    """
+    write_models(folder / "models")
+    reports: list[Report] = []
+    waiting = list(enumerate(_campaign_jobs()))
+    while waiting:
+        batch, waiting = waiting[:jobs], waiting[jobs:]
+        running = []
+        for i, command in batch:
+            log = (folder / f"job-{i}.log").open("w")
+            # Caches of their own: processes that start cold would write the same files at once.
+            environment = os.environ | {"VLLM_CACHE_ROOT": str(folder / f"cache-{i}")}
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, __file__, *command, "--tokens", str(tokens)),
+                    *("--models", str(folder / "models"), "--out", str(folder / f"job-{i}.json")),
+                    *(["--eager"] if eager else []),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+            running.append((i, command, process, log))
+        failed = []
+        for i, command, process, log in running:
+            code = process.wait()
+            log.close()
+            text = (folder / f"job-{i}.log").read_text()
+            if code != 0:
+                failed.append(f"{' '.join(command)} exited {code}:\n{text[-4000:]}")
+                continue
+            for entry in json.loads((folder / f"job-{i}.json").read_text()):
+                reports.append(Report(**entry))
+                print(reports[-1].line(), flush=True)
+        if failed:
+            raise RuntimeError("\n\n".join(failed))
+    return reports
+
+
+def faults(reports: Sequence[Report]) -> list[str]:
+    """What is wrong with a campaign's reports: nothing, if UNO samples plain vLLM's law."""
+    wrong = []
+    for kind in ("uno", "plain"):
+        family = [r for r in reports if r.kind == kind]
+        rejected = holm([r.p_value for r in family], ALPHA)
+        wrong += [f"rejected: {r.line()}" for r, no in zip(family, rejected, strict=True) if no]
+        wrong += [f"impossible tokens: {r.line()}" for r in family if _too_many_impossible(r)]
+    for r in reports:
+        if r.kind == STAND_IN_NAME and r.p_value < ALPHA:
+            wrong.append(f"the stand-in without a fault was rejected: {r.line()}")
+        if r.kind in SABOTAGES and not r.p_value < SABOTAGE_P_VALUE:
+            wrong.append(f"not seen: {r.line()}")
+    return wrong
+
+
+def _too_many_impossible(report: Report) -> bool:
+    """Rounding at the edge of a filter explains a few."""
+    return report.impossible > max(3, 2e-5 * report.tokens)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--settings", default=",".join(SETTINGS), help="names, comma-separated")
@@ -396,12 +484,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument(
+        "--campaign",
+        type=Path,
+        nargs="?",
+        const=Path(tempfile.gettempdir()) / "uno-law",
+        help="every setting, plain beside it, every sabotage, in processes; logs go to this folder",
+    )
+    parser.add_argument("--jobs", type=int, default=7, help="processes of --campaign at a time")
+    parser.add_argument(
         "--models",
         type=Path,
         default=Path(tempfile.gettempdir()) / "uno-law-models",
         help="folder of the tiny model, shared by processes (and so their compile caches)",
     )
     options = parser.parse_args(arguments)
+    if options.campaign is not None:
+        reports = campaign(
+            options.campaign, tokens=options.tokens, eager=options.eager, jobs=options.jobs
+        )
+        _write(reports, options.out)
+        wrong = faults(reports)
+        print("\n".join(wrong) or "all as it should be")
+        raise SystemExit(bool(wrong))
     names = [STAND_IN_NAME, *SABOTAGES] if options.sabotage == "all" else None
     if names is None and options.sabotage:
         names = options.sabotage.split(",")
@@ -414,8 +518,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         eager=options.eager,
         max_num_seqs=options.max_num_seqs,
     )
-    if options.out:
-        options.out.write_text(json.dumps([asdict(r) for r in reports], indent=1) + "\n")
+    _write(reports, options.out)
+
+
+def _write(reports: Sequence[Report], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps([asdict(r) for r in reports], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,51 @@
-"""Functions that look inside a running engine, to be sent with `llm.collective_rpc(function)`.
+"""What tests look at inside a running engine."""
 
-Each takes the worker first. Sending a function needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 in the
-environment of the process that starts the engine.
-"""
+from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 
-def find_speculator(worker: Any) -> Any:
-    """The draft proposer of `worker`, which is the worker itself or vLLM's wrapper around it."""
-    worker = getattr(worker, "worker", worker)
-    return worker.model_runner.speculator
+
+@dataclass(frozen=True)
+class DraftRecord:
+    """One draft pass.
+
+    Attributes:
+        context: C of each request.
+        ids: int64 [n, B], the rows' tokens.
+        logits: fp32 [n, B, V], the draft view's, before any sampling parameter.
+    """
+
+    context: list[int]
+    ids: torch.Tensor
+    logits: torch.Tensor
+
+
+@contextmanager
+def draft_records(speculator: Any) -> Iterator[list[DraftRecord]]:
+    """Records every draft pass of an in-process `UnoProposer` while it is open."""
+    sampler = speculator.draft_sampler
+    law, block = sampler._draft_law, sampler.block_size
+    records: list[DraftRecord] = []
+
+    def record(logits: torch.Tensor, batch: Any, start: int, stop: int) -> torch.Tensor:
+        rows = slice(start * block, stop * block)
+        shape = (stop - start, block)
+        records.append(
+            DraftRecord(
+                context=batch.positions[rows].view(shape)[:, 0].tolist(),
+                ids=batch.input_ids[rows].view(shape).long().cpu(),
+                logits=logits.float().view(*shape, -1).cpu().clone(),
+            )
+        )
+        return law(logits, batch, start, stop)
+
+    sampler._draft_law = record
+    try:
+        yield records
+    finally:
+        sampler._draft_law = law

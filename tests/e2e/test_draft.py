@@ -1,0 +1,47 @@
+"""The draft is right: lossless output would hide a LoRA that never ran.
+
+Draft logits of all B rows against transformers + PEFT in fp32. Each run is a
+process of its own, so that compiled code comes from the cache it is told to use.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "run_engine.py"
+
+
+def run(work: Path, name: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPT), "--work", str(work), "--name", name, "--oracle"]
+    command += ["--dtype", "float32", "--kv-block-size", "32", "--max-num-seqs", "8", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    result: dict[str, Any] = json.loads((work / f"{name}.json").read_text())
+    result["log"] = done.stdout + done.stderr
+    return result
+
+
+def check(result: dict[str, Any]) -> None:
+    assert result["oracle_blocks"] >= 9
+    assert result["adapter_moves"] >= 1.0
+    assert result["oracle_error"] <= 1e-3
+    assert result["oracle_row0"] <= 1e-3
+
+
+def test_eager(tmp_path: Path) -> None:
+    check(run(tmp_path, "eager", "--eager"))
+
+
+@pytest.mark.slow
+def test_compiled_cold_other_block_size_other_adapter_and_warm(tmp_path: Path) -> None:
+    cache = ("--cache", str(tmp_path / "cache"))
+    check(run(tmp_path, "cold", *cache))
+    check(run(tmp_path, "b4", "--block-size", "4", *cache))
+    # An adapter of equal shape shares the compiled code, with its own weights.
+    check(run(tmp_path, "other", "--adapter-seed", "1", *cache))
+    warm = run(tmp_path, "warm", *cache)
+    check(warm)
