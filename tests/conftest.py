@@ -13,6 +13,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 if not torch.cuda.is_available():
     os.environ["UNO_CPU_INTERPRETER"] = "1"
+    # Small tensors on a busy machine: a second thread mostly waits for the first.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    torch.set_num_threads(1)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 

@@ -183,6 +183,13 @@ def write_models(folder: Path) -> tuple[Path, Path]:
     return folder / "model", folder / "adapter"
 
 
+def _hurry_interpreter() -> None:
+    """Without Triton's check of every integer operation for overflow: 40 % less time."""
+    from triton.runtime import interpreter
+
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+
 @contextmanager
 def law_engine(
     folder: Path,
@@ -220,6 +227,8 @@ def law_engine(
         "draft_sample_method": draft,
     }
     with engine(model, None if plain else uno, **settings) as running:
+        if not gpu:
+            _hurry_interpreter()
         yield running
 
 
@@ -380,10 +389,10 @@ def run(
         ) as running:
             print(f"engine started in {time.perf_counter() - begin:.1f} s", flush=True)
             reports += [
-                run_setting(running, setting, folder / "model", requests=requests, sabotage=fault)
+                run_setting(running, setting, folder / "model", requests=requests, sabotage=name)
                 for setting in settings
                 if setting.draft == draft
-                for fault in sabotages
+                for name in sabotages
             ]
     return reports
 

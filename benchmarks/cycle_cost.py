@@ -1,0 +1,219 @@
+"""What a UNO cycle costs in plain decode steps: C_B, on a Qwen3-8B shape.
+
+    python benchmarks/cycle_cost.py --out cycle_cost.json
+
+Dummy weights, a random adapter (rank 128, all projections) and imposed acceptance:
+the figures say what a cycle costs, not what text it writes. Plain vLLM and UNO
+run one after the other in the same call, each in a process of its own; every
+figure is a ratio between the two.
+
+    C_B = time of a cycle / time of a plain decode step, at equal requests and context
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "dtype": "bfloat16",
+}
+RANK = 128
+PAPER_TAU = {4: 3.89, 8: 4.94, 16: 5.42}  # linear, T = 1
+MEASURED_STEPS = 48
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--context", type=int, nargs="+", default=[128, 4600])
+    parser.add_argument("--block-size", type=int, nargs="+", default=[8])
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("cycle_cost.json"))
+    parser.add_argument("--run", choices=("plain", "uno"), help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def write_shape(folder: Path, layers: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
+    return folder
+
+
+def write_adapter(folder: Path, layers: int) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    q = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    kv = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    linears = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(layers):
+        for name, (rows, columns) in linears.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            for part, shape in (("lora_A", (RANK, columns)), ("lora_B", (rows, RANK))):
+                weight = torch.empty(shape, dtype=torch.bfloat16)
+                tensors[f"{key}.{part}.weight"] = weight.uniform_(-0.01, 0.01, generator=generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK * 16,
+        "target_modules": sorted({name.split(".")[1] for name in linears}),
+        "bias": "none",
+        "base_model_name_or_path": "qwen3-8b-shape",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "uno_config.json").write_text(json.dumps({"noise_low": 1, "mask_token_id": 151669}))
+    return folder
+
+
+def measure(args: argparse.Namespace) -> None:
+    """One engine: seconds per decode step (plain) or per cycle (UNO), by requests and context."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    model = write_shape(args.work / "model", args.layers)
+    settings: dict[str, Any] = {}
+    block = args.block_size[0]
+    if args.run == "uno":
+        settings["speculative_config"] = {
+            "method": "uno",
+            "num_speculative_tokens": block,
+            "uno_lora_path": str(args.work / "adapter"),
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": PAPER_TAU.get(block, 0.6 * block),
+        }
+    began = time.perf_counter()
+    llm = LLM(
+        str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=max(args.context) + 1024,
+        max_num_seqs=max(args.requests),
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        seed=0,
+        **settings,
+    )
+    result: dict[str, Any] = {"start_s": time.perf_counter() - began, "rows": []}
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    worker = core.model_executor.driver_worker
+    speculator = getattr(worker, "worker", worker).model_runner.speculator
+    engine = llm.llm_engine
+    serial = 0
+    for context in args.context:
+        for requests in args.requests:
+            if requests * (context + 1024) > 1_200_000:
+                continue
+            times = []
+            for _ in range(args.repeats):
+                params = SamplingParams(temperature=1.0, max_tokens=900, ignore_eos=True)
+                ids = [f"b{serial + i}" for i in range(requests)]
+                serial += requests
+                for i, name in enumerate(ids):
+                    tokens = [(7 * i + j) % 150000 + 1 for j in range(context)]
+                    engine.add_request(name, {"prompt_token_ids": tokens}, params)
+                seen: set[str] = set()
+                while len(seen) < requests:  # prefill everything first
+                    seen |= {o.request_id for o in engine.step() if o.outputs[0].token_ids}
+                for _ in range(8):
+                    engine.step()
+                if speculator is not None:
+                    speculator.counters.reset()
+                tick, steps = time.perf_counter(), 0
+                while steps < MEASURED_STEPS:
+                    steps += 1
+                    engine.step()
+                if speculator is not None:  # waits for the device
+                    steps = speculator.counters.snapshot().cycles / requests
+                times.append((time.perf_counter() - tick) / steps)
+                engine.abort_request(ids)
+                while engine.has_unfinished_requests():
+                    engine.step()
+            row = {
+                "requests": requests,
+                "context": context,
+                "ms": [1e3 * t for t in sorted(times)],
+            }
+            if speculator is not None:
+                row["tau"] = speculator.counters.snapshot().tokens_per_cycle
+            result["rows"].append(row)
+            print(args.run, block, row, flush=True)
+    args.out.write_text(json.dumps(result))
+
+
+def main() -> None:
+    args = arguments()
+    if args.run:
+        measure(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        write_adapter(work / "adapter", args.layers)
+        runs: dict[str, Any] = {}
+        for kind, block in [("plain", 0), *(("uno", b) for b in args.block_size)]:
+            out = work / f"{kind}{block}.json"
+            command = [sys.executable, __file__, "--run", kind, "--work", folder, "--out", str(out)]
+            command += ["--block-size", str(block), "--layers", str(args.layers)]
+            command += ["--repeats", str(args.repeats), "--requests", *map(str, args.requests)]
+            command += ["--context", *map(str, args.context)]
+            subprocess.run(command, check=True)
+            runs[f"{kind}{block or ''}"] = json.loads(out.read_text())
+    plain = {(r["requests"], r["context"]): r["ms"] for r in runs["plain"]["rows"]}
+    table = []
+    print("dummy weights, imposed acceptance; medians")
+    print("  B  requests  context  plain ms  cycle ms   C_B   speed-up at the paper's tau")
+    for block in args.block_size:
+        for row in runs[f"uno{block}"]["rows"]:
+            key = (row["requests"], row["context"])
+            step, cycle = (ms[len(ms) // 2] for ms in (plain[key], row["ms"]))
+            cost = cycle / step
+            gain = PAPER_TAU[block] / cost if block in PAPER_TAU else float("nan")
+            table.append({"B": block, "requests": key[0], "context": key[1], "plain_ms": step,
+                          "cycle_ms": cycle, "C_B": cost, "speedup_at_paper_tau": gain,
+                          "weights": "dummy", "acceptance": "imposed"})  # fmt: skip
+            print(f"{block:3} {key[0]:9} {key[1]:8} {step:9.2f} {cycle:9.2f} {cost:5.2f} {gain:5.2f}")
+    args.out.write_text(json.dumps({"table": table, "runs": runs}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The table of one `session.sh`: parity, draft logits, row-0 acceptance, graph coverage."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from compare import compare
+
+
+def load(work: Path, name: str) -> dict[str, Any]:
+    path = work / f"{name}.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return result
+
+
+def late_compiles(work: Path, name: str) -> list[str]:
+    """Triton kernels compiled after start-up, by vLLM's own monitor."""
+    log = work / f"{name}.log"
+    found = re.findall(r"JIT compilation during inference: (\w+)", log.read_text())
+    return sorted(set(found))
+
+
+def main() -> None:
+    work = Path(sys.argv[1])
+    for name in sorted(p.stem for p in work.glob("*.log")):
+        result = load(work, name)
+        log = (work / f"{name}.log").read_text()
+        started = re.findall(r"started in ([\d.]+) s", log)
+        shown = {k: v for k, v in result.items() if k not in ("tokens", "gaps", "row0")}
+        print(f"{name}: start {started} late {late_compiles(work, name)} {json.dumps(shown)}")
+        for kind, row in result.get("row0", {}).items():
+            print(f"  row 0 {kind}: {row[0]:.4f}  tau {row[-1]:.2f}  {[round(x, 3) for x in row]}")
+    for reference, other in (
+        ("plain", "plain2"),
+        ("plain", "uno"),
+        ("plain", "kv32"),
+        ("plain", "ngram"),
+        ("plain-invariant", "uno-invariant"),
+        ("plain-eager", "uno-eager"),
+    ):
+        paths = (work / f"{reference}.json", work / f"{other}.json")
+        if all(p.exists() for p in paths):
+            print(f"{reference} against {other}: {compare(*paths)}")
+        else:
+            print(f"{reference} against {other}: no result")
+
+
+if __name__ == "__main__":
+    main()
