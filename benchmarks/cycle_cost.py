@@ -211,7 +211,9 @@ def main() -> None:
             table.append({"B": block, "requests": key[0], "context": key[1], "plain_ms": step,
                           "cycle_ms": cycle, "C_B": cost, "speedup_at_paper_tau": gain,
                           "weights": "dummy", "acceptance": "imposed"})  # fmt: skip
-            print(f"{block:3} {key[0]:9} {key[1]:8} {step:9.2f} {cycle:9.2f} {cost:5.2f} {gain:5.2f}")
+            print(
+                f"{block:3} {key[0]:9} {key[1]:8} {step:9.2f} {cycle:9.2f} {cost:5.2f} {gain:5.2f}"
+            )
     args.out.write_text(json.dumps({"table": table, "runs": runs}, indent=1))
 
 

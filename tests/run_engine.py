@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1")
     parser.add_argument("--adapter-seed", type=int, default=0)
+    parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--cache", default=None, help="VLLM_CACHE_ROOT")
     parser.add_argument("--oracle", action="store_true", help="draft logits against PEFT")
     parser.add_argument("--sampled", action="store_true", help="row-0 acceptance by parameter")
@@ -65,6 +66,8 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 1,
         }
+    if args.enable_lora:
+        settings["enable_lora"] = True
     if args.max_num_seqs:
         settings["max_num_seqs"] = args.max_num_seqs
     if args.backend:
@@ -110,6 +113,22 @@ def count_graphs(runner: Any, counts: dict[str, int]) -> None:
     watch(runner.cudagraph_manager, "verify", runner.decode_query_len)
     if getattr(runner.speculator, "cudagraph_manager", None) is not None:
         watch(runner.speculator.cudagraph_manager, "draft", runner.speculator.block_size)
+
+
+def forbid_syncs(speculator: Any) -> None:
+    """Make every call in `propose` that waits for the GPU an error."""
+    import torch
+
+    propose = speculator.propose
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return propose(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    speculator.propose = guarded
 
 
 def greedy(llm: Any, result: dict[str, Any]) -> None:
@@ -216,6 +235,8 @@ def main() -> None:
     result: dict[str, Any] = {"async": core.vllm_config.scheduler_config.async_scheduling}
     counts: dict[str, int] = {}
     count_graphs(runner, counts)
+    if torch.cuda.is_available() and args.method == "uno":
+        forbid_syncs(runner.speculator)
     if args.oracle:
         oracle(llm, runner, model, adapter, result)
     elif args.sampled:

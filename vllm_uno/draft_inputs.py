@@ -62,7 +62,8 @@ class DraftRows:
         )
 
 
-@triton.jit
+# Not specialised: or the first batch of 1, of 16, ... requests would compile anew.
+@triton.jit(do_not_specialize=["padded_reqs", "live", "noise_seed"])
 def _draft_inputs_kernel(
     # outputs
     input_ids_ptr,

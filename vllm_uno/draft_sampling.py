@@ -118,7 +118,7 @@ class DraftSampler:
         if z.dtype != torch.float32:
             z = z.float()
         if batch.some_inert:
-            _propose_token_zero(z, batch.drafting[start:stop], block)
+            propose_token_zero(z, batch.drafting[start:stop], block)
         column = torch.arange(block, dtype=torch.int32, device=z.device).repeat(stop - start)
         return gumbel_sample(
             z,
@@ -189,7 +189,7 @@ def _token_zero_kernel(z_ptr, z_stride, drafting_ptr, vocab_size, B: tl.constexp
     tl.store(z_ptr + row * z_stride + token, law, mask=token < vocab_size)
 
 
-def _propose_token_zero(z: torch.Tensor, drafting: torch.Tensor, block_size: int) -> None:
+def propose_token_zero(z: torch.Tensor, drafting: torch.Tensor, block_size: int) -> None:
     """Make the law of rows that do not draft one-hot at token 0.
 
     Such a request still has draft tokens scheduled. Testing token 0 against

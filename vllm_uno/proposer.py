@@ -25,7 +25,7 @@ from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
 from vllm_uno.draft_graphs import capture_draft_graphs, covered_requests
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
-from vllm_uno.draft_sampling import DraftBatch, DraftSampler
+from vllm_uno.draft_sampling import DraftBatch, DraftSampler, propose_token_zero
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.metrics import DraftCounters
 from vllm_uno.verification import keep_sampler
@@ -47,6 +47,12 @@ from vllm_uno.vllm_hooks.runner_api import (
 )
 
 logger = init_logger("vllm.uno")
+
+
+def _all_mid_prefill(batch: InputBatch) -> bool:
+    """Host-known: no request of the batch samples in this step."""
+    done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+    return bool(np.all(done[: batch.num_reqs] < batch.prefill_len_np[: batch.num_reqs]))
 
 
 class UnoProposer(DraftModelSpeculator):
@@ -180,6 +186,7 @@ class UnoProposer(DraftModelSpeculator):
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
         )
+        self._warm_up_sampling()
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         logger.info(
             "UNO: CUDA graphs cover draft passes of up to %d and verify passes of up to %d "
@@ -266,6 +273,9 @@ class UnoProposer(DraftModelSpeculator):
             return self.draft_tokens[:num_reqs]
         assert self.draft_sampler is not None
         num_rows = num_reqs * block
+        if not dummy_run and self.dp_size == 1 and _all_mid_prefill(input_batch):
+            # Nobody can draft yet. (Data-parallel ranks must run the pass together.)
+            return self.draft_tokens[:num_reqs]
 
         desc, dp_sync = self._dispatch(num_reqs, dp_sync_state, need_eager=is_profile)
         full_graph = desc.cg_mode == CUDAGraphMode.FULL
@@ -361,6 +371,11 @@ class UnoProposer(DraftModelSpeculator):
             step=block,
             slot_mappings=self.rows.slots[:, :num_tokens],
         )
+
+    def _warm_up_sampling(self) -> None:
+        """Compile what vLLM's warm-up requests do not reach: drafts near `max_model_len`."""
+        z = torch.zeros(self.block_size, self.vocab_size, device=self.device)
+        propose_token_zero(z, self.rows.drafting[:1], self.block_size)
 
     def _profile(self, num_reqs: int) -> None:
         """vLLM's memory profile: run the widest draft pass, without attention or KV cache."""

@@ -9,10 +9,22 @@ import torch
 from engines import GREEDY, Engine, engine
 from prompts import make_prompts
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 PROMPTS = make_prompts(2048)
 STOP_AFTER = 12
 END = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+_GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+PROCESSED = [
+    SamplingParams(**_GREEDY, repetition_penalty=1.3),
+    SamplingParams(**_GREEDY, frequency_penalty=0.7, presence_penalty=0.4),
+    SamplingParams(**_GREEDY, logit_bias={7: 2.0, 11: -3.0}),
+    SamplingParams(**_GREEDY, allowed_token_ids=list(range(40, 90))),
+    SamplingParams(**_GREEDY, min_tokens=8, stop_token_ids=list(range(1, 1000))),
+    SamplingParams(**_GREEDY, bad_words=["ba", "ce"]),
+    SamplingParams(**_GREEDY, min_p=0.1),
+    SamplingParams(**_GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-c]{12}")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +32,11 @@ def plain(model: Path) -> Iterator[dict[str, Any]]:
     """Plain vLLM's outputs, made once."""
     with engine(model) as e:
         tokens = e.tokens(PROMPTS)
-        yield {"tokens": tokens, "end": e.tokens([PROMPTS[7] * 3], END)[0]}
+        yield {
+            "tokens": tokens,
+            "end": e.tokens([PROMPTS[7] * 3], END)[0],
+            "processed": e.tokens(PROMPTS, PROCESSED),
+        }
 
 
 def test_model_varies(model: Path, plain: dict[str, Any]) -> None:
@@ -182,6 +198,9 @@ class TestOneEngine:
         assert {f"r{i}" for i in (1, 2, 4, 5, 7)} <= set(kept)
         for i in (1, 2, 4, 5, 7):
             assert kept[f"r{i}"] == plain["tokens"][i]
+
+    def test_sampling_parameters(self, uno: Engine, plain: dict[str, Any]) -> None:
+        assert uno.tokens(PROMPTS, PROCESSED) == plain["processed"]
 
     def test_logprobs(self, uno: Engine, model: Path) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)

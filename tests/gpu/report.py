@@ -40,6 +40,7 @@ def main() -> None:
         ("plain", "plain2"),
         ("plain", "uno"),
         ("plain", "kv32"),
+        ("plain", "lora"),
         ("plain", "ngram"),
         ("plain-invariant", "uno-invariant"),
         ("plain-eager", "uno-eager"),

@@ -19,6 +19,7 @@ for method in plain uno; do
   engine "$method-eager" --method "$method" --eager --cache "$work/c-$method-e" &
 done
 engine sampled --sampled --cache "$work/c-sampled" &
+engine lora --enable-lora --cache "$work/c-lora" &
 engine kv32 --kv-block-size 32 --cache "$work/c-kv32" &
 (
   # Draft logits of replayed graphs, one cache folder: cold, B=4, another adapter, warm.

@@ -128,8 +128,8 @@ def test_capture_sizes_cover_draft_and_verify_batches() -> None:
     assert covered_requests([], 9, 64) == 0
 
 
-def test_inert_rows_propose_token_zero_surely() -> None:
-    from vllm_uno.draft_sampling import _propose_token_zero
+def test_inert_rowspropose_token_zero_surely() -> None:
+    from vllm_uno.draft_sampling import propose_token_zero
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     z = torch.randn(12, 5000, device=device)
@@ -137,7 +137,7 @@ def test_inert_rows_propose_token_zero_surely() -> None:
     want = z.clone()
     want[3:6] = want[9:12] = float("-inf")
     want[3:6, 0] = want[9:12, 0] = 0.0
-    _propose_token_zero(z, drafting, 3)
+    propose_token_zero(z, drafting, 3)
     assert torch.equal(z, want)
 
 
