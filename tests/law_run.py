@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from law import LawResult, holm, law_test, processed_law
 from sabotage import SABOTAGES, STAND_IN
+from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
     from engines import Engine
@@ -156,6 +157,20 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
+def _align(model: Path) -> None:
+    """Give all token embeddings a common part as large as their own.
+
+    Without it the law after a noise token has so little to do with the law after the right token
+    that a greedy draft is accepted one time in eight.
+    """
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    embeddings = weights["model.embed_tokens.weight"]
+    common = torch.randn(embeddings.shape[1], generator=torch.Generator().manual_seed(5))
+    weights["model.embed_tokens.weight"] = embeddings + embeddings.std() * common
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 def write_models(folder: Path) -> tuple[Path, Path]:
     """Model and adapter; safe when several processes share `folder`."""
     from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
@@ -164,7 +179,7 @@ def write_models(folder: Path) -> tuple[Path, Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             draft = Path(temporary) / "models"
-            # Logits of standard deviation 1.8, largest p 0.4 on average.
+            # Logits of standard deviation 1.7, largest p 0.3 on average.
             model = write_tiny_model(
                 draft / "model",
                 vocab_size=VOCAB_SIZE,
@@ -174,7 +189,8 @@ def write_models(folder: Path) -> tuple[Path, Path]:
                 std=0.2,
                 seed=1,
             )
-            write_random_adapter(draft / "adapter", model, strength=0.3, seed=2)
+            _align(model)
+            write_random_adapter(draft / "adapter", model, strength=0.45, seed=2)
             try:
                 draft.rename(folder)
             except OSError:

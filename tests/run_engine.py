@@ -81,6 +81,7 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
         max_model_len=1024,
         enforce_eager=args.eager,
         kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.05,  # only checked against what is free
         block_size=args.kv_block_size,
         seed=0,
         **settings,

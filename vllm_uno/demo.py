@@ -36,8 +36,8 @@ _MAX_MODEL_LEN = 1024
 _SAMPLES = 2  # continuations of each prompt at temperature 1
 
 
-def prepare_environment(on_cpu: bool) -> None:
-    """Set what vLLM reads when it is imported; what the user has set stays."""
+def prepare_environment(on_cpu: bool, tiny: bool) -> None:
+    """Set what vLLM and torch read when they are imported; what the user has set stays."""
     quiet = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -47,6 +47,8 @@ def prepare_environment(on_cpu: bool) -> None:
     if on_cpu:
         # One process: it starts sooner.
         engine = {SWITCH: "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if tiny:  # small tensors: a second thread mostly waits for the first
+            engine |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     else:
         # A process for each engine: its GPU memory is free for the next one. Its counters are
         # read by a function sent there (see inspect_engine).
@@ -87,7 +89,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     on_cpu = is_cpu_build()
-    prepare_environment(on_cpu)
+    prepare_environment(on_cpu, tiny=args.model is None)
     with tempfile.TemporaryDirectory(prefix="vllm-uno-demo-") as folder:
         return _run(args, on_cpu, Path(folder))
 
@@ -166,9 +168,9 @@ def _engine(name: str, settings: dict[str, Any]) -> Iterator[LLM]:
     from vllm import LLM
 
     started = time.monotonic()
-    print(f"starting {name} ... ", end="", flush=True)
+    print(f"starting {name} ...", flush=True)
     llm = LLM(**settings)
-    print(f"{time.monotonic() - started:.0f} s", flush=True)
+    print(f"{name} is ready after {time.monotonic() - started:.0f} s", flush=True)
     try:
         yield llm
     finally:

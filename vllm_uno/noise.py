@@ -12,8 +12,6 @@ shared with the verifier or the draft sampler.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from vllm_uno.vllm_hooks.runner_api import murmur3_hash32, tl, triton
@@ -24,7 +22,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 @triton.jit
-def noise_token_id(noise_seed: Any, request_seed: Any, position: Any, low: Any, high: Any) -> Any:
+def noise_token_id(noise_seed, request_seed, position, low, high):
     """Token id in [low, high) for one position (Triton device function).
 
     Args:
