@@ -20,7 +20,7 @@ PROCESSED = [
     SamplingParams(**_GREEDY, frequency_penalty=0.7, presence_penalty=0.4),
     SamplingParams(**_GREEDY, logit_bias={7: 2.0, 11: -3.0}),
     SamplingParams(**_GREEDY, allowed_token_ids=list(range(40, 90))),
-    SamplingParams(**_GREEDY, min_tokens=8, stop_token_ids=list(range(1, 1000))),
+    SamplingParams(**_GREEDY, min_tokens=8, stop_token_ids=list(range(1, 2048, 17))),
     SamplingParams(**_GREEDY, bad_words=["ba", "ce"]),
     SamplingParams(**_GREEDY, min_p=0.1),
     SamplingParams(**_GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-c]{12}")),
