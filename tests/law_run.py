@@ -512,7 +512,7 @@ def _too_many_impossible(report: Report) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--settings", default=",".join(SETTINGS), help="names, comma-separated")
     parser.add_argument("--tokens", type=int, default=250_000, help="at least, per setting")
     parser.add_argument("--out", type=Path, help="JSON file")

@@ -49,3 +49,25 @@ def draft_records(speculator: Any) -> Iterator[list[DraftRecord]]:
         yield records
     finally:
         sampler._draft_law = law
+
+
+# For `llm.collective_rpc`, where the engine is in other processes.
+
+
+def start_recording(worker: Any) -> None:
+    worker = getattr(worker, "worker", worker)
+    worker.uno_recorder = draft_records(worker.model_runner.speculator)
+    worker.uno_records = worker.uno_recorder.__enter__()
+
+
+def take_records(worker: Any) -> list[DraftRecord]:
+    """What was recorded since the last call."""
+    worker = getattr(worker, "worker", worker)
+    records = list(worker.uno_records)
+    worker.uno_records.clear()
+    return records
+
+
+def draft_block_size(worker: Any) -> int:
+    worker = getattr(worker, "worker", worker)
+    return int(worker.model_runner.speculator.block_size)

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from probes import draft_records
+from probes import draft_block_size, start_recording, take_records
 
 VOCAB = 2048
 TOKENS = 128
@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1")
     parser.add_argument("--adapter-seed", type=int, default=0)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--cache", default=None, help="VLLM_CACHE_ROOT")
     parser.add_argument("--oracle", action="store_true", help="draft logits against PEFT")
@@ -66,6 +67,8 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 1,
         }
+    if args.tensor_parallel > 1:
+        settings["tensor_parallel_size"] = args.tensor_parallel
     if args.enable_lora:
         settings["enable_lora"] = True
     if args.max_num_seqs:
@@ -161,20 +164,27 @@ def relative_error(got: Any, want: Any) -> float:
     return float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
 
 
-def oracle(llm: Any, runner: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None:
+def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None:
     """Worst relative error of the engine's draft logits against transformers + PEFT, fp32."""
+    import torch
     from oracle import DraftOracle
     from prompts import make_prompts
     from vllm import SamplingParams
 
     reference = DraftOracle(model, adapter)
     base = DraftOracle(model)
-    block = runner.speculator.block_size
+    block = llm.collective_rpc(draft_block_size)[0]
+    llm.collective_rpc(start_recording)
     worst = worst_row0 = moved = 0.0
     for prompt in make_prompts(VOCAB)[2:5]:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        with draft_records(runner.speculator) as records:
-            out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        llm.collective_rpc(take_records)
+        out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        ranks = llm.collective_rpc(take_records)
+        records = ranks[0]
+        for other in ranks[1:]:  # every rank drafts from the same rows
+            same = [torch.equal(a.ids, b.ids) for a, b in zip(records, other, strict=True)]
+            result["ranks_agree"] = result.get("ranks_agree", True) and all(same)
         text = prompt + list(out.outputs[0].token_ids)
         for record in records:
             context, ids = record.context, record.ids[0].tolist()
@@ -220,7 +230,9 @@ def sampled(llm: Any, runner: Any, result: dict[str, Any]) -> None:
 
 def main() -> None:
     args = arguments()
+    alone = args.tensor_parallel == 1  # else the engine's workers are other processes
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
@@ -232,24 +244,30 @@ def main() -> None:
         os.environ["VLLM_CACHE_ROOT"] = args.cache
     args.work.mkdir(parents=True, exist_ok=True)
     llm, model, adapter = start(args)
-    core, runner = parts(llm)
-    result: dict[str, Any] = {"async": core.vllm_config.scheduler_config.async_scheduling}
+    result: dict[str, Any] = {}
     counts: dict[str, int] = {}
-    count_graphs(runner, counts)
-    if torch.cuda.is_available() and args.method == "uno":
-        forbid_syncs(runner.speculator)
+    runner = None
+    if alone:
+        core, runner = parts(llm)
+        result["async"] = core.vllm_config.scheduler_config.async_scheduling
+        count_graphs(runner, counts)
+        if torch.cuda.is_available() and args.method == "uno" and not args.oracle:
+            forbid_syncs(runner.speculator)
     if args.oracle:
-        oracle(llm, runner, model, adapter, result)
+        oracle(llm, model, adapter, result)
     elif args.sampled:
         sampled(llm, runner, result)
     else:
         greedy(llm, result)
     result["graphs"] = counts
     if args.method == "uno":
-        result["stats"] = runner.speculator.counters.snapshot().__dict__
+        from vllm_uno.inspect_engine import draft_stats
+
+        result["stats"] = draft_stats(llm).__dict__
     (args.work / f"{args.name}.json").write_text(json.dumps(result))
     shown = {k: v for k, v in result.items() if k not in ("tokens", "gaps")}
     print(f"{args.name}: {json.dumps(shown)}", flush=True)
+    llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

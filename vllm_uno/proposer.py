@@ -131,7 +131,8 @@ class UnoProposer(DraftModelSpeculator):
             spec = group.kv_cache_spec
             specs = getattr(spec, "kv_cache_specs", None)
             for one in specs.values() if specs else (spec,):
-                if not isinstance(one, FullAttentionSpec):
+                # Exactly this class: its subclasses evict blocks, or keep latents.
+                if type(one) is not FullAttentionSpec:
                     raise ValueError(
                         f"UNO supports full attention only so far; this model has a "
                         f"{type(one).__name__} KV cache. Remove the speculative config to serve it."

@@ -37,6 +37,14 @@ def test_eager(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """A and B slices, the all-reduce behind the LoRA, and the same rows on every rank."""
+    result = run(tmp_path, "tp2", "--eager", "--tensor-parallel", "2")
+    check(result)
+    assert result["ranks_agree"]
+
+
+@pytest.mark.slow
 def test_compiled_cold_other_block_size_other_adapter_and_warm(tmp_path: Path) -> None:
     cache = ("--cache", str(tmp_path / "cache"))
     check(run(tmp_path, "cold", *cache))

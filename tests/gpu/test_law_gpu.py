@@ -1,7 +1,5 @@
 """Sampled law on the GPU: every setting at full size, and every sabotage must be seen."""
 
-from pathlib import Path
-
 import pytest
 from law_run import ALPHA, SETTINGS, STAND_IN_NAME, Report, campaign, faults
 from sabotage import SABOTAGES
