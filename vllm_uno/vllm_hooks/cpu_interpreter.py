@@ -102,6 +102,7 @@ def mend_interpreter() -> None:
     )
     _mend_masks()
     _mend_patching()
+    _mend_all_nan()
     vllm.triton_utils.tldevice = _Libdevice(vllm.triton_utils.tldevice, vllm.triton_utils.tl)
     _mend_top_k_top_p()
 
@@ -172,6 +173,26 @@ def _mend_patching() -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def _mend_all_nan() -> None:
+    """Maximum of nothing but NaN: numpy raises, a GPU returns something.
+
+    vLLM's profile run samples from whatever lies in memory (attention is skipped).
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    min_max = interpreter.ReduceOps.min_max
+
+    def of_numbers(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any) -> Any:
+        data = input.handle.data
+        if data.dtype.kind == "f" and np.isnan(data).any():
+            worst = -np.inf if val_reduce_op is np.nanmax else np.inf
+            input = self.to_tensor(np.where(np.isnan(data), worst, data), input.dtype)
+        return min_max(self, input, val_reduce_op, idx_reduce_op)
+
+    interpreter.ReduceOps.min_max = of_numbers
 
 
 def _mend_top_k_top_p() -> None:
