@@ -32,6 +32,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.utils import get_packed_modules_mapping
 
 from vllm_uno.adapter_source import CONFIG_FILE, WEIGHTS_FILE
+from vllm_uno.vllm_hooks.k2_horizon import folded_rope_rows
 
 _KNOWN = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 _SHOWN = 5  # names in an error message
@@ -134,13 +135,14 @@ def load_adapter(
         for name, target in targets.items():
             by_layer.setdefault(target.layer_name, []).append(name)
 
+        get_tensor = _in_vllms_row_order(modules, model, tensors.get_tensor)
         loras = {}
         for layer_name, names in by_layer.items():
             names.sort(key=lambda name: targets[name].slot or 0)
             slices = []
             for name in names:
                 rank, scale = peft.get_rank_and_scaling(peft_names[name])
-                a, b, parts = _slice(folder, targets[name], modules[name], tensors.get_tensor, rank)
+                a, b, parts = _slice(folder, targets[name], modules[name], get_tensor, rank)
                 b = (b.to(torch.float32) * scale).to(device=device, dtype=dtype).contiguous()
                 slices.append((a.to(device=device, dtype=dtype), b, parts))
             loras[layer_name] = _join(targets[names[0]].layer, slices)
@@ -319,6 +321,34 @@ def _find_targets(
             f"also by: {_show(twice)}."
         )
     return targets
+
+
+def _in_vllms_row_order(
+    names: Mapping[str, tuple[str, str]],
+    model: nn.Module,
+    get_tensor: Callable[[str], torch.Tensor],
+) -> Callable[[str], torch.Tensor]:
+    """Reorder B's rows where vLLM keeps a projection's rows in another order than the checkpoint.
+
+    Unnoticed it would leave the output lossless and the adapter useless.
+    """
+    modules = dict(model.named_modules())
+    orders = {}
+    for name, (_, key_b) in names.items():
+        parent, _, last = name.rpartition(".")
+        if last in ("q_proj", "k_proj") and parent in modules:
+            order = folded_rope_rows(modules[parent])
+            if order is not None:
+                orders[key_b] = order
+
+    def get(key: str) -> torch.Tensor:
+        weight = get_tensor(key)
+        if key not in orders:
+            return weight
+        head_dim, index = orders[key]
+        return weight.view(-1, head_dim, weight.shape[1])[:, index].reshape(weight.shape)
+
+    return get
 
 
 def _parts(layer: LinearBase) -> list[_Part]:

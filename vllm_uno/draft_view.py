@@ -26,6 +26,7 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 import vllm_uno
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_linear import UnoLinearMethod
+from vllm_uno.ops import extension_available
 
 
 def view_digest(loras: Mapping[str, LinearLora], block_size: int) -> str:
@@ -34,7 +35,10 @@ def view_digest(loras: Mapping[str, LinearLora], block_size: int) -> str:
     Two adapters of equal shape share compiled code, since weights are inputs of
     it; B is a constant in it.
     """
-    identity = hashlib.sha256(f"{vllm_uno.__version__} {block_size}".encode())
+    # What traced code calls differs with the extension; vLLM compares Python sources only.
+    identity = hashlib.sha256(
+        f"{vllm_uno.__version__} {block_size} {extension_available()}".encode()
+    )
     for name in sorted(loras):
         lora = loras[name]
         identity.update(

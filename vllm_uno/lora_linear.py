@@ -82,6 +82,8 @@ class UnoLinearMethod(LinearMethodBase):
             layer.register_buffer(f"uno_b{i}", weight, persistent=False)
         # Not by setattr: the copy's `__dict__` already has one, and it is no module.
         layer.__dict__["quant_method"] = cls(layer.quant_method, lora, block_size)
+        # Or a fused activation may hand over x quantised (FP8, NVFP4); A needs it as it is.
+        layer.__dict__["requires_unquantized_input"] = True
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the draft view shares the target's weights")
@@ -91,4 +93,12 @@ class UnoLinearMethod(LinearMethodBase):
             self.calls += 1
         out = self.base.apply(layer, x, bias)
         b = [getattr(layer, f"uno_b{i}") for i in range(len(self.out_slices))]
+        if x.dim() > 2:  # the Transformers backend: [1, N, in]
+            flat = self._add(layer, out.flatten(0, -2), x.flatten(0, -2), b)
+            return flat.view(out.shape)
+        return self._add(layer, out, x, b)
+
+    def _add(
+        self, layer: Any, out: torch.Tensor, x: torch.Tensor, b: list[torch.Tensor]
+    ) -> torch.Tensor:
         return add_lora(out, x, layer.uno_a, b, self.out_slices, self.rank_slices, self.block_size)

@@ -66,6 +66,16 @@ class UnoProposer(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         check_runner_api()
+        spec: Any = vllm_config.speculative_config
+        if spec.draft_sample_method == "probabilistic":
+            rows = vllm_config.scheduler_config.max_num_seqs * spec.num_speculative_tokens
+            laws = 4 * rows * vllm_config.model_config.get_vocab_size()
+            logger.info(
+                "UNO: draft laws take %.2f GiB (max_num_seqs x %d x vocabulary, fp32); lower "
+                "max_num_seqs, or set draft_sample_method to 'greedy', to save it",
+                laws / 2**30,
+                spec.num_speculative_tokens,
+            )
         # The base class sizes its buffers by the draft model's config: here the
         # target's. It must not reach other readers of the real config.
         shadow = copy.copy(vllm_config)
@@ -110,12 +120,11 @@ class UnoProposer(DraftModelSpeculator):
         view = build_draft_view(target_model, loras, self.block_size, self.vllm_config)
         size = sum(w.nbytes for lora in loras.values() for w in (lora.a, *lora.b))
         logger.info(
-            "UNO: adapter %s on %d layers (%.1f MiB), block size %d, draft laws %.1f MiB",
+            "UNO: adapter %s on %d layers (%.1f MiB), block size %d",
             source,
             len(loras),
             size / 2**20,
             self.block_size,
-            0.0 if self.draft_logits is None else self.draft_logits.nbytes / 2**20,
         )
         return view
 
@@ -188,12 +197,14 @@ class UnoProposer(DraftModelSpeculator):
             max_model_len=self.max_model_len,
         )
         self._warm_up_sampling()
-        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+        compilation = self.vllm_config.compilation_config
+        sizes = compilation.cudagraph_capture_sizes or []
+        verify_full = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         logger.info(
             "UNO: CUDA graphs cover draft passes of up to %d and verify passes of up to %d "
             "requests (max_num_seqs=%d); larger batches run without",
-            covered_requests(sizes, self.block_size, self.max_num_reqs),
-            covered_requests(sizes, self.block_size + 1, self.max_num_reqs),
+            max((desc.num_reqs or 0 for desc in self.cudagraph_manager.graphs), default=0),
+            covered_requests(sizes, self.block_size + 1, self.max_num_reqs) if verify_full else 0,
             self.max_num_reqs,
         )
 
@@ -280,7 +291,8 @@ class UnoProposer(DraftModelSpeculator):
 
         desc, dp_sync = self._dispatch(num_reqs, dp_sync_state, need_eager=is_profile)
         full_graph = desc.cg_mode == CUDAGraphMode.FULL
-        padded_reqs = desc.num_reqs if full_graph and desc.num_reqs is not None else num_reqs
+        # More than `num_reqs` in a graph, and where data-parallel ranks agreed on more rows.
+        padded_reqs = desc.num_tokens // block
         prepare_draft_inputs(
             self.input_buffers,
             self.rows,
@@ -295,7 +307,7 @@ class UnoProposer(DraftModelSpeculator):
             block_tables=self.block_tables,
             block_size=block,
             padded_reqs=padded_reqs,
-            max_model_len=self.max_model_len,
+            max_model_len=self._length_limit(),
             noise_seed=self.speculative_config.uno_noise_seed,
             noise_range=self.noise_range,
             live=not dummy_run,
@@ -323,18 +335,23 @@ class UnoProposer(DraftModelSpeculator):
         batch = DraftBatch(
             idx_mapping=input_batch.idx_mapping,
             idx_mapping_np=input_batch.idx_mapping_np[:num_reqs],
-            seq_lens_upper_bound_np=np.minimum(seq_lens_np + 1, self.max_model_len),
+            seq_lens_upper_bound_np=seq_lens_np + block,
             row_request=self.rows.request[:num_rows],
             input_ids=self.input_buffers.input_ids[:num_rows],
             positions=self.input_buffers.positions[:num_rows],
             drafting=self.rows.drafting[:num_reqs],
             # The bound counts every draft as accepted; it only errs towards True.
-            some_inert=bool(seq_lens_np.max() + block > self.max_model_len),
+            some_inert=bool(seq_lens_np.max() + block > self._length_limit()),
         )
         self.draft_sampler(
             hidden_states, self.model.compute_logits, batch, self.draft_tokens[:num_reqs]
         )
         return self.draft_tokens[:num_reqs]
+
+    def _length_limit(self) -> int:
+        # Not `self.max_model_len`: `--max-model-len auto` lowers the runner's later on.
+        limit: int = self.req_states.max_model_len
+        return limit
 
     def _dispatch(
         self, num_reqs: int, dp_sync_state: DPSyncState | None, need_eager: bool
@@ -362,7 +379,7 @@ class UnoProposer(DraftModelSpeculator):
         num_reqs = input_batch.num_reqs
         block = self.block_size
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-        self.draft_max_seq_len = min(longest + block, self.max_model_len)
+        self.draft_max_seq_len = min(longest + block, self._length_limit())
         num_tokens = desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else num_reqs * block
         return self._build_attn_metadata(
             num_reqs=num_reqs,

@@ -483,3 +483,24 @@ def test_digest_follows_the_contents(tmp_path):
     assert adapter_digest(write(tmp_path, weights, lora_alpha=7)) != first
     weights[f"{PREFIX}.0.mlp.router.lora_A.weight"][0, 0] += 1
     assert adapter_digest(write(tmp_path, weights)) != first
+
+
+def test_rows_follow_the_order_that_k2_horizon_keeps_its_weights_in(tmp_path, build):
+    weights = random_weights()
+    model = build()
+    attention = model.model.layers[0].self_attn
+    attention.fold_rope_weights, attention.head_dim, attention.rope_head_dim = True, HEAD, 4
+    loras = load(write(tmp_path, weights), model)
+    x = rows(HIDDEN)
+    # Rotary channels first (both halves), then the others: 0 1 4 5 | 2 3 6 7 of every head.
+    order = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    want = []
+    for name in "qkv":
+        delta = full_delta(weights, 0, f"self_attn.{name}_proj", x)
+        if name != "v":
+            delta = delta.view(3, -1, HEAD)[:, :, order].flatten(1)
+        want.append(delta)
+    close(apply(loras["model.layers.0.self_attn.qkv_proj"], x), torch.cat(want, 1))
+    # The other layer folds nothing.
+    qkv = [full_delta(weights, 1, f"self_attn.{n}_proj", x) for n in "qkv"]
+    close(apply(loras["model.layers.1.self_attn.qkv_proj"], x), torch.cat(qkv, 1))

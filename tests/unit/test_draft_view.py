@@ -141,3 +141,17 @@ def test_digest_tells_block_size_and_shapes_not_weights() -> None:
     assert view_digest(one, 4) != view_digest(one, 8)
     assert view_digest(one, 4) != view_digest({"layers.0.proj": lora(rank=3)}, 4)
     assert view_digest(one, 4) != view_digest({"layers.1.proj": lora()}, 4)
+
+
+def test_targeted_layers_ask_for_unquantised_input() -> None:
+    view = build_draft_view(Model(), {"layers.0.proj": lora()}, 4, CONFIG)  # type: ignore[arg-type]
+    assert view.layers[0].proj.requires_unquantized_input  # maybe_fused_act_quant's test
+    assert not hasattr(view.layers[0].other, "requires_unquantized_input")
+
+
+def test_three_dimensional_input_as_the_transformers_backend_has() -> None:
+    torch.manual_seed(3)
+    view = build_draft_view(Model(), {"layers.0.proj": lora()}, 4, CONFIG)  # type: ignore[arg-type]
+    x = torch.randn(8, 6)
+    proj = view.layers[0].proj
+    assert torch.allclose(proj(x[None])[0], proj(x), atol=1e-6)

@@ -24,12 +24,12 @@ HOOKS: tuple[Hook, ...] = (
 
 def install() -> None:
     """Check every target, then install every hook; idempotent."""
-    cpu_interpreter.mend_interpreter()
     try:
+        cpu_interpreter.mend_interpreter()
         check_version()
         for hook in HOOKS:
             hook.check()
-    except UnsupportedVllm as reason:
+    except Exception as reason:  # whatever it is, it must not be lost in a log
         engine_args.refuse_uno(reason)
         return
     for hook in HOOKS:

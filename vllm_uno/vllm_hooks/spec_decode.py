@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import Any
 
-from vllm_uno.vllm_hooks.hook import Hook
+from vllm_uno.vllm_hooks.hook import Hook, UnsupportedVllm, installed_vllm
 
 
 def _init_speculator(original: Any) -> Any:
@@ -14,8 +14,12 @@ def _init_speculator(original: Any) -> Any:
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if vllm_config.speculative_config.method != "uno":
             return original(vllm_config, device, req_states)
-        from vllm_uno.proposer import UnoProposer
-
+        try:
+            from vllm_uno.proposer import UnoProposer
+        except ImportError as error:
+            raise UnsupportedVllm(
+                f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: {error}"
+            ) from error
         return UnoProposer(vllm_config, device, req_states)
 
     # `model_runner` imports the function by name. It is loaded after the
