@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from law import LawResult, holm, law_test, processed_law
-from sabotage import SABOTAGES, STAND_IN
+from sabotage import BONUS_FROM_LAST_DRAFT_ROW, SABOTAGES, STAND_IN
 from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
@@ -53,11 +53,17 @@ SABOTAGE_P_VALUE = 1e-8
 
 @dataclass(frozen=True)
 class Setting:
-    """Sampling parameters, and how drafts are sampled."""
+    """Sampling parameters, how drafts are sampled, and which of `MODELS` samples."""
 
     name: str
     params: dict[str, Any]
     draft: str = "probabilistic"
+    model: str = "aligned"
+
+    @property
+    def engine(self) -> tuple[str, str]:
+        """Settings of one engine share this."""
+        return self.model, self.draft
 
     @property
     def has_penalties(self) -> bool:
@@ -90,10 +96,13 @@ _ALL_SETTINGS = (
     ),
     Setting("joined-min_p", {"temperature": 1.3, "min_p": 0.1, "logit_bias": _BIAS}),
     Setting("greedy-draft", {}, draft="greedy"),
+    Setting("t0.7-contextual", {"temperature": 0.7}, model="contextual"),
 )
 SETTINGS = {setting.name: setting for setting in _ALL_SETTINGS}
-# Where every sabotage shows: a temperature that is not 1, and rejections in plenty.
-SABOTAGE_SETTING = "t0.7"
+# Where each sabotage is tried: a temperature that is not 1, and the model that shows it.
+SABOTAGE_SETTINGS = {name: "t0.7" for name in SABOTAGES} | {
+    BONUS_FROM_LAST_DRAFT_ROW: "t0.7-contextual"
+}
 
 
 @dataclass(frozen=True)
@@ -157,31 +166,37 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
-def _align(model: Path) -> None:
-    """Give all token embeddings a common part as large as their own.
+# name -> (size of the part that all token embeddings share, in units of their own; adapter's
+# strength). The statistic sums p - q over contexts, so a fault shows only where its bias points the
+# same way in many of them. `aligned`: laws of different contexts are alike, and draft laws differ
+# from them in a systematic way; what is wrong with drafts or residuals shows, and a greedy draft
+# has a chance. `contextual`: the next token's law is another one; a wrong row shows.
+MODELS = {"aligned": (1.2, 0.55), "contextual": (0.0, 0.3)}
 
-    Without it the law after a noise token has so little to do with the law after the right token
-    that a greedy draft is accepted one time in eight.
-    """
+
+def _align(model: Path, size: float) -> None:
+    """Give all token embeddings a common part."""
     file = model / "model.safetensors"
     weights = load_file(file)
     embeddings = weights["model.embed_tokens.weight"]
     common = torch.randn(embeddings.shape[1], generator=torch.Generator().manual_seed(5))
-    weights["model.embed_tokens.weight"] = embeddings + embeddings.std() * common
+    weights["model.embed_tokens.weight"] = embeddings + size * embeddings.std() * common
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def write_models(folder: Path) -> tuple[Path, Path]:
-    """Model and adapter; safe when several processes share `folder`."""
+def write_models(folder: Path) -> None:
+    """`folder`/NAME/{model,adapter} for each of `MODELS`; safe when processes share `folder`."""
     from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
 
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            draft = Path(temporary) / "models"
-            # Logits of standard deviation 1.7, largest p 0.3 on average.
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        draft = Path(temporary) / "models"
+        for name, (size, strength) in MODELS.items():
+            # Logits of standard deviation 1.7, largest p 0.3 to 0.4 on average.
             model = write_tiny_model(
-                draft / "model",
+                draft / name / "model",
                 vocab_size=VOCAB_SIZE,
                 hidden_size=64,
                 intermediate_size=128,
@@ -189,35 +204,42 @@ def write_models(folder: Path) -> tuple[Path, Path]:
                 std=0.2,
                 seed=1,
             )
-            _align(model)
-            write_random_adapter(draft / "adapter", model, strength=0.45, seed=2)
-            try:
-                draft.rename(folder)
-            except OSError:
-                if not folder.exists():
-                    raise
-    return folder / "model", folder / "adapter"
+            _align(model, size)
+            write_random_adapter(draft / name / "adapter", model, strength=strength, seed=2)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
 
 
-def _hurry_interpreter() -> None:
+@contextmanager
+def _hurried_interpreter() -> Iterator[None]:
     """Without Triton's check of every integer operation for overflow: 40 % less time."""
     from triton.runtime import interpreter
 
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    options = interpreter.interpreter_builder.options
+    before = options.sanitize_overflow
+    object.__setattr__(options, "sanitize_overflow", False)  # the class is frozen
+    try:
+        yield
+    finally:
+        object.__setattr__(options, "sanitize_overflow", before)
 
 
 @contextmanager
 def law_engine(
     folder: Path,
+    setting: Setting,
     *,
-    draft: str = "probabilistic",
     plain: bool = False,
     max_num_seqs: int | None = None,
     eager: bool = False,
 ) -> Iterator[Engine]:
+    """An engine that can run every setting of `setting.engine`; models are kept in `folder`."""
     from engines import engine
 
-    model, adapter = write_models(folder)
+    write_models(folder)
     gpu = torch.cuda.is_available()
     max_num_seqs = max_num_seqs or (512 if gpu else 64)
     settings: dict[str, Any] = {
@@ -238,14 +260,13 @@ def law_engine(
         if not eager:
             settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(sizes)}
     uno = {
-        "uno_lora_path": str(adapter),
+        "uno_lora_path": str(folder / setting.model / "adapter"),
         "num_speculative_tokens": BLOCK_SIZE,
-        "draft_sample_method": draft,
+        "draft_sample_method": setting.draft,
     }
-    with engine(model, None if plain else uno, **settings) as running:
-        if not gpu:
-            _hurry_interpreter()
-        yield running
+    with engine(folder / setting.model / "model", None if plain else uno, **settings) as running:
+        with nullcontext() if gpu else _hurried_interpreter():
+            yield running
 
 
 def make_params(setting: Setting, tokens: int, seed: int) -> SamplingParams:
@@ -295,14 +316,14 @@ def collect(
 
 @torch.inference_mode()
 def plain_laws(
-    samples: Samples, setting: Setting, model: Path, *, batch: int = 512
+    samples: Samples, setting: Setting, folder: Path, *, batch: int = 512
 ) -> torch.Tensor:
     """[N, tokens, V]: plain vLLM's law at each token, from transformers' logits."""
     from transformers import AutoModelForCausalLM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reference = AutoModelForCausalLM.from_pretrained(
-        str(model), dtype=torch.float32, attn_implementation="eager"
+        str(folder / setting.model / "model"), dtype=torch.float32, attn_implementation="eager"
     )
     reference.to(device).eval()
     ids = torch.cat([torch.tensor(samples.prompts), samples.outputs], dim=1)
@@ -348,7 +369,7 @@ def sabotaged(name: str | None) -> Callable[[], AbstractContextManager[None]]:
 def run_setting(
     running: Engine,
     setting: Setting,
-    model: Path,
+    folder: Path,
     *,
     requests: int,
     tokens: int = TOKENS_PER_REQUEST,
@@ -364,7 +385,7 @@ def run_setting(
     middle = time.perf_counter()
     acceptance = conditional_acceptance(running) if speculates else []
     tau = running.speculator.counters.snapshot().tokens_per_cycle if speculates else None
-    result = test_samples(samples, plain_laws(samples, setting, model))
+    result = test_samples(samples, plain_laws(samples, setting, folder))
     report = Report(
         setting=setting.name,
         kind=sabotage or ("uno" if speculates else "plain"),
@@ -394,24 +415,23 @@ def run(
     max_num_seqs: int | None = None,
     out: Path | None = None,
 ) -> list[Report]:
-    """Every setting under every sabotage; one engine per way of sampling drafts.
+    """Every setting under every sabotage.
 
     `out` is written anew after each.
     """
     reports: list[Report] = []
     requests = -(-tokens // TOKENS_PER_REQUEST)
-    for draft in sorted({setting.draft for setting in settings}, reverse=True):
+    for key in dict.fromkeys(setting.engine for setting in settings):
+        group = [setting for setting in settings if setting.engine == key]
         begin = time.perf_counter()
         with law_engine(
-            folder, draft=draft, plain=plain, eager=eager, max_num_seqs=max_num_seqs
+            folder, group[0], plain=plain, eager=eager, max_num_seqs=max_num_seqs
         ) as running:
             print(f"engine started in {time.perf_counter() - begin:.1f} s", flush=True)
-            for setting in (s for s in settings if s.draft == draft):
+            for setting in group:
                 for name in sabotages:
                     reports.append(
-                        run_setting(
-                            running, setting, folder / "model", requests=requests, sabotage=name
-                        )
+                        run_setting(running, setting, folder, requests=requests, sabotage=name)
                     )
                     _write(reports, out)
     return reports
@@ -422,22 +442,23 @@ def run(
 
 def _campaign_jobs() -> list[list[str]]:
     """Command lines of about equal length: every setting with UNO and plain, every sabotage."""
-    drafted = [s.name for s in _ALL_SETTINGS if s.draft == "probabilistic"]
-    greedy = [s.name for s in _ALL_SETTINGS if s.draft == "greedy"]
-    # Plain vLLM knows no drafts: the settings for them have no floor of their own.
+    main = [s.name for s in _ALL_SETTINGS if s.engine == ("aligned", "probabilistic")]
+    rest = [s.name for s in _ALL_SETTINGS if s.name not in main]
+    # Plain vLLM knows no drafts: a setting for greedy ones has its floor in another.
+    floors = [s.name for s in _ALL_SETTINGS if s.draft == "probabilistic"]
+    sabotages: dict[str, list[str]] = {}
+    for sabotage, setting in SABOTAGE_SETTINGS.items():
+        sabotages.setdefault(setting, [STAND_IN_NAME]).append(sabotage)
     return [
-        ["--settings", ",".join(drafted[0::2])],
-        ["--settings", ",".join(drafted[1::2])],
-        ["--settings", ",".join(greedy)],
-        ["--settings", ",".join(drafted[0::3]), "--plain"],
-        ["--settings", ",".join(drafted[1::3]), "--plain"],
-        ["--settings", ",".join(drafted[2::3]), "--plain"],
-        ["--settings", SABOTAGE_SETTING, "--sabotage", ",".join([STAND_IN_NAME, *SABOTAGES])],
+        *(["--settings", ",".join(main[i::2])] for i in range(2)),
+        ["--settings", ",".join(rest)],
+        *(["--settings", ",".join(floors[i::3]), "--plain"] for i in range(3)),
+        *(["--settings", s, "--sabotage", ",".join(names)] for s, names in sabotages.items()),
     ]
 
 
 def campaign(
-    folder: Path, *, tokens: int, eager: bool = False, jobs: int = 7
+    folder: Path, *, tokens: int, eager: bool = False, jobs: int = 8
 ) -> tuple[list[Report], list[str]]:
     """Run everything, at most `jobs` processes at a time.
 
@@ -530,7 +551,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         const=Path(tempfile.gettempdir()) / "uno-law",
         help="every setting, plain beside it, every sabotage, in processes; logs go to this folder",
     )
-    parser.add_argument("--jobs", type=int, default=7, help="processes of --campaign at a time")
+    parser.add_argument("--jobs", type=int, default=8, help="processes of --campaign at a time")
     parser.add_argument(
         "--models",
         type=Path,

@@ -105,9 +105,9 @@ def count_graphs(runner: Any, counts: dict[str, int]) -> None:
     def watch(manager: Any, kind: str, rows: int) -> None:
         dispatch = manager.dispatch
 
-        def counted(num_reqs: int, num_tokens: int, *a: Any, **k: Any) -> Any:
-            desc = dispatch(num_reqs, num_tokens, *a, **k)
-            if num_tokens == num_reqs * rows:
+        def counted(num_reqs: int, num_tokens: int, uniform: Any, *a: Any, **k: Any) -> Any:
+            desc = dispatch(num_reqs, num_tokens, uniform, *a, **k)
+            if uniform == rows:
                 key = f"{kind} {desc.cg_mode.name}"
                 counts[key] = counts.get(key, 0) + 1
             return desc

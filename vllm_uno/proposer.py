@@ -25,7 +25,7 @@ from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
 from vllm_uno.draft_graphs import capture_draft_graphs, covered_requests
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
-from vllm_uno.draft_sampling import DraftBatch, DraftSampler, propose_token_zero
+from vllm_uno.draft_sampling import DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.metrics import DraftCounters
 from vllm_uno.verification import keep_sampler
@@ -45,6 +45,7 @@ from vllm_uno.vllm_hooks.runner_api import (
     get_max_chunk_logits,
     init_attn_backend,
 )
+from vllm_uno.warmup import warm_up_sampling
 
 logger = init_logger("vllm.uno")
 
@@ -196,7 +197,15 @@ class UnoProposer(DraftModelSpeculator):
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
         )
-        self._warm_up_sampling()
+        assert self.draft_sampler is not None
+        warm_up_sampling(
+            self.draft_sampler.sampler,
+            self.draft_logits,
+            self.block_size,
+            self.vocab_size,
+            self.dtype,
+            self.device,
+        )
         compilation = self.vllm_config.compilation_config
         sizes = compilation.cudagraph_capture_sizes or []
         verify_full = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
@@ -389,11 +398,6 @@ class UnoProposer(DraftModelSpeculator):
             step=block,
             slot_mappings=self.rows.slots[:, :num_tokens],
         )
-
-    def _warm_up_sampling(self) -> None:
-        """Compile what vLLM's warm-up requests do not reach: drafts near `max_model_len`."""
-        z = torch.zeros(self.block_size, self.vocab_size, device=self.device)
-        propose_token_zero(z, self.rows.drafting[:1], self.block_size)
 
     def _profile(self, num_reqs: int) -> None:
         """vLLM's memory profile: run the widest draft pass, without attention or KV cache."""

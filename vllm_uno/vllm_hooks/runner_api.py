@@ -12,6 +12,7 @@ import inspect
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
     build_slot_mappings_by_layer,
@@ -28,6 +29,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample, murmur3_hash32
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_uno.vllm_hooks.hook import UnsupportedVllm, installed_vllm
@@ -45,6 +47,7 @@ __all__ = [
     "LogitsContext",
     "ModelState",
     "Sampler",
+    "apply_top_k_top_p",
     "build_attn_metadata",
     "build_slot_mappings_by_layer",
     "check_runner_api",
@@ -54,6 +57,7 @@ __all__ = [
     "init_attn_backend",
     "load_ptr",
     "murmur3_hash32",
+    "rejection_sample",
     "resolve_model_state_cls",
     "tl",
     "triton",
