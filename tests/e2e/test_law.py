@@ -16,6 +16,7 @@ import torch
 from engines import Engine, engine
 from law import chi_square_tail, processed_law
 from law_run import (
+    ACCEPTANCE,
     ALPHA,
     BLOCK_SIZE,
     SABOTAGE_P_VALUE,
@@ -69,7 +70,8 @@ def test_continuations_follow_the_law(aligned: Engine, models: Path, requests: i
     assert report.impossible == 0
     assert report.p_value > ALPHA
     assert report.acceptance[0] == 1.0
-    assert all(0.2 <= a <= 0.9 for a in report.acceptance)
+    low, high = ACCEPTANCE
+    assert all(low <= a <= high for a in report.acceptance[1:])
 
 
 def test_torch_stand_in_follows_the_law(aligned: Engine, models: Path) -> None:
@@ -84,7 +86,7 @@ def test_torch_stand_in_follows_the_law(aligned: Engine, models: Path) -> None:
 @pytest.mark.parametrize(
     ("sabotage", "requests"),
     [
-        ("draft-temperature-ignored", 32),
+        ("draft-temperature-ignored", 24),
         pytest.param(RESIDUAL_IS_P, 80, marks=pytest.mark.slow),
         pytest.param(RESIDUAL_OFF_BY_ONE, 128, marks=pytest.mark.slow),
     ],
@@ -320,8 +322,8 @@ ROW_0_PARAMS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.5},
     "frequency": {"frequency_penalty": 1.0},
     "presence": {"presence_penalty": 1.0},
-    "logit_bias": {"logit_bias": {str(i): 4.0 for i in range(40, 60)}},
-    "min_tokens": {"min_tokens": 9, "stop_token_ids": [2000], "logit_bias": {"2000": 6.0}},
+    "logit_bias": {"logit_bias": {i: 4.0 for i in range(40, 60)}},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": [2000], "logit_bias": {2000: 6.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(100, 120))},
     "logprobs": {"logprobs": 5},
     "seed": {"seed": 42},
@@ -333,20 +335,23 @@ ROW_0_PARAMS: dict[str, dict[str, Any]] = {
         "min_p": 0.05,
         "repetition_penalty": 1.2,
         "frequency_penalty": 0.5,
-        "logit_bias": {"40": 3.0},
+        "logit_bias": {40: 3.0},
         "seed": 9,
     },
 }
 
 
+@pytest.fixture(scope="module")
+def uno(model: Path, adapter: Path) -> Iterator[Engine]:
+    """UNO on the tests' common model, which has a tokenizer."""
+    with engine(
+        model, {"uno_lora_path": str(adapter), "num_speculative_tokens": BLOCK_SIZE}
+    ) as running:
+        yield running
+
+
 class TestRow0:
     """Row 0 is the base model's own next-token law: whatever is set, its draft is accepted."""
-
-    @pytest.fixture(scope="class")
-    def uno(self, model: Path, adapter: Path) -> Iterator[Engine]:
-        settings = {"uno_lora_path": str(adapter), "num_speculative_tokens": BLOCK_SIZE}
-        with engine(model, settings) as running:
-            yield running
 
     def _accepted(self, uno: Engine, params: dict[str, Any]) -> float:
         uno.speculator.counters.reset()

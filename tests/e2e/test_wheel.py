@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CODE = """
-import vllm_uno, vllm
+import vllm_uno
+from vllm.plugins import load_general_plugins
+load_general_plugins()  # as every vLLM process does
 from vllm.engine.arg_utils import EngineArgs
-EngineArgs(model="m")  # loads general plugins
 print("FROM", vllm_uno.__file__)
 print("HOOKED", hasattr(EngineArgs.create_speculative_config, "__uno_original__"))
 """
@@ -23,7 +24,7 @@ def run(*command: str | Path, **env: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, **env},
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | env,
         cwd="/",
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
