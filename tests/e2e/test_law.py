@@ -87,8 +87,8 @@ def test_torch_stand_in_follows_the_law(aligned: Engine, models: Path) -> None:
     ("sabotage", "requests"),
     [
         ("draft-temperature-ignored", 24),
-        pytest.param(RESIDUAL_IS_P, 80, marks=pytest.mark.slow),
-        pytest.param(RESIDUAL_OFF_BY_ONE, 128, marks=pytest.mark.slow),
+        pytest.param(RESIDUAL_IS_P, 56, marks=pytest.mark.slow),
+        pytest.param(RESIDUAL_OFF_BY_ONE, 96, marks=pytest.mark.slow),
     ],
 )
 def test_sabotage_is_seen(aligned: Engine, models: Path, sabotage: str, requests: int) -> None:

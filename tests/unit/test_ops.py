@@ -219,4 +219,4 @@ def test_wrong_device_gpu() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         ops.lora_shrink(x.cuda(), a, 4)
     with pytest.raises(RuntimeError, match="same device"):
-        torch.ops.vllm_uno.lora_shrink(x, a.cuda(), 4)
+        ops.lora_shrink(x, a.cuda(), 4)
