@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from law import LawResult, holm, law_test, processed_law
-from sabotage import BONUS_FROM_LAST_DRAFT_ROW, SABOTAGES, STAND_IN
+from sabotage import SABOTAGES, STAND_IN
 from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 16
 BLOCK_SIZE = 3  # B
+WEIGHT_STD = 0.2
+NOISE_HIGH = VOCAB_SIZE // 2  # noise ids: [1, NOISE_HIGH)
 PROMPT_LENGTH = 6
 TOKENS_PER_REQUEST = 64
 MAX_MODEL_LEN = 128
@@ -53,17 +55,11 @@ SABOTAGE_P_VALUE = 1e-8
 
 @dataclass(frozen=True)
 class Setting:
-    """Sampling parameters, how drafts are sampled, and which of `MODELS` samples."""
+    """Sampling parameters, and how drafts are sampled."""
 
     name: str
     params: dict[str, Any]
     draft: str = "probabilistic"
-    model: str = "aligned"
-
-    @property
-    def engine(self) -> tuple[str, str]:
-        """Settings of one engine share this."""
-        return self.model, self.draft
 
     @property
     def has_penalties(self) -> bool:
@@ -96,13 +92,10 @@ _ALL_SETTINGS = (
     ),
     Setting("joined-min_p", {"temperature": 1.3, "min_p": 0.1, "logit_bias": _BIAS}),
     Setting("greedy-draft", {}, draft="greedy"),
-    Setting("t0.7-contextual", {"temperature": 0.7}, model="contextual"),
 )
 SETTINGS = {setting.name: setting for setting in _ALL_SETTINGS}
-# Where each sabotage is tried: a temperature that is not 1, and the model that shows it.
-SABOTAGE_SETTINGS = {name: "t0.7" for name in SABOTAGES} | {
-    BONUS_FROM_LAST_DRAFT_ROW: "t0.7-contextual"
-}
+# Where the sabotages are tried: a temperature that is not 1.
+SABOTAGE_SETTING = "t0.7"
 
 
 @dataclass(frozen=True)
@@ -128,6 +121,7 @@ class Report:
         kind: "uno", "plain", or the sabotage's name.
         acceptance: of each draft row, given that the row before it was accepted.
         tau: tokens per cycle.
+        p_by_previous: p-value of the second statistic (`p_by_previous`).
         seconds: sampling, then the law and its test.
     """
 
@@ -141,15 +135,20 @@ class Report:
     impossible: int
     acceptance: list[float] = field(default_factory=list)
     tau: float | None = None
+    p_by_previous: float = 1.0
     seconds: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def least_p(self) -> float:
+        return min(self.p_value, self.p_by_previous)
 
     def line(self) -> str:
         acceptance = " ".join(f"{a:.3f}" for a in self.acceptance) or "-"
         tau = "-" if self.tau is None else f"{self.tau:.3f}"
         return (
             f"{self.setting:20} {self.kind:26} tokens {self.tokens:7} chi2 {self.statistic:9.1f} "
-            f"dof {self.dof:3} p {self.p_value:9.3g} impossible {self.impossible} "
-            f"acceptance {acceptance} tau {tau} "
+            f"dof {self.dof:3} p {self.p_value:9.3g} {self.p_by_previous:9.3g} "
+            f"impossible {self.impossible} acceptance {acceptance} tau {tau} "
             f"[{self.seconds[0]:.1f} s + {self.seconds[1]:.1f} s]"
         )
 
@@ -166,26 +165,28 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
-# name -> (size of the part that all token embeddings share, in units of their own; adapter's
-# strength). The statistic sums p - q over contexts, so a fault shows only where its bias points the
-# same way in many of them. `aligned`: laws of different contexts are alike, and draft laws differ
-# from them in a systematic way; what is wrong with drafts or residuals shows, and a greedy draft
-# has a chance. `contextual`: the next token's law is another one; a wrong row shows.
-MODELS = {"aligned": (1.2, 0.55), "contextual": (0.0, 0.3)}
+def _alternate(model: Path) -> None:
+    """Make the two halves of the vocabulary follow each other more often than not.
 
-
-def _align(model: Path, size: float) -> None:
-    """Give all token embeddings a common part."""
+    The statistic sums 1[x = v] - p(v) over contexts, so a fault shows only where its bias points
+    the same way in many of them; laws of neighbouring positions, say, are alike on average. Here
+    they are not: noise ids are of the first half, so a draft law is one for the second half, and
+    is accepted more often where the second half is due. So the offset in a cycle tells which half
+    that is, and a wrong row, a wrong residual or shared noise biases an offset systematically.
+    """
     file = model / "model.safetensors"
     weights = load_file(file)
-    embeddings = weights["model.embed_tokens.weight"]
-    common = torch.randn(embeddings.shape[1], generator=torch.Generator().manual_seed(5))
-    weights["model.embed_tokens.weight"] = embeddings + size * embeddings.std() * common
+    hidden_size = weights["lm_head.weight"].shape[1]
+    direction = torch.randn(hidden_size, generator=torch.Generator().manual_seed(5)) * WEIGHT_STD
+    half = torch.ones(VOCAB_SIZE, 1)
+    half[NOISE_HIGH:] = -1
+    weights["model.embed_tokens.weight"] += 14 * half * direction
+    weights["lm_head.weight"] -= 0.15 * half * direction
     save_file(weights, file, metadata={"format": "pt"})
 
 
 def write_models(folder: Path) -> None:
-    """`folder`/NAME/{model,adapter} for each of `MODELS`; safe when processes share `folder`."""
+    """`folder`/model and `folder`/adapter; safe when several processes share `folder`."""
     from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
 
     if folder.exists():
@@ -193,19 +194,20 @@ def write_models(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         draft = Path(temporary) / "models"
-        for name, (size, strength) in MODELS.items():
-            # Logits of standard deviation 1.7, largest p 0.3 to 0.4 on average.
-            model = write_tiny_model(
-                draft / name / "model",
-                vocab_size=VOCAB_SIZE,
-                hidden_size=64,
-                intermediate_size=128,
-                max_position_embeddings=512,
-                std=0.2,
-                seed=1,
-            )
-            _align(model, size)
-            write_random_adapter(draft / name / "adapter", model, strength=strength, seed=2)
+        # Largest p 0.4 on average.
+        model = write_tiny_model(
+            draft / "model",
+            vocab_size=VOCAB_SIZE,
+            hidden_size=64,
+            intermediate_size=128,
+            max_position_embeddings=512,
+            std=WEIGHT_STD,
+            seed=1,
+        )
+        _alternate(model)
+        write_random_adapter(
+            draft / "adapter", model, strength=0.4, seed=2, mask_token_id=NOISE_HIGH
+        )
         try:
             draft.rename(folder)
         except OSError:
@@ -236,7 +238,7 @@ def law_engine(
     max_num_seqs: int | None = None,
     eager: bool = False,
 ) -> Iterator[Engine]:
-    """An engine that can run every setting of `setting.engine`; models are kept in `folder`."""
+    """An engine for settings with `setting`'s way of drafting; models are kept in `folder`."""
     from engines import engine
 
     write_models(folder)
@@ -260,11 +262,11 @@ def law_engine(
         if not eager:
             settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(sizes)}
     uno = {
-        "uno_lora_path": str(folder / setting.model / "adapter"),
+        "uno_lora_path": str(folder / "adapter"),
         "num_speculative_tokens": BLOCK_SIZE,
         "draft_sample_method": setting.draft,
     }
-    with engine(folder / setting.model / "model", None if plain else uno, **settings) as running:
+    with engine(folder / "model", None if plain else uno, **settings) as running:
         with nullcontext() if gpu else _hurried_interpreter():
             yield running
 
@@ -323,7 +325,7 @@ def plain_laws(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reference = AutoModelForCausalLM.from_pretrained(
-        str(folder / setting.model / "model"), dtype=torch.float32, attn_implementation="eager"
+        str(folder / "model"), dtype=torch.float32, attn_implementation="eager"
     )
     reference.to(device).eval()
     ids = torch.cat([torch.tensor(samples.prompts), samples.outputs], dim=1)
@@ -348,6 +350,22 @@ def plain_laws(
 
 def test_samples(samples: Samples, laws: torch.Tensor) -> LawResult:
     return law_test(samples.offsets.flatten(), samples.outputs.flatten(), laws.flatten(0, 1))
+
+
+def p_by_previous(samples: Samples, laws: torch.Tensor) -> float:
+    """The same test with a token's label being (offset, token before it).
+
+    Both are fixed before the token is drawn, so it is as valid. It sees what the first one
+    averages away: a token drawn from its neighbour's law is right on average, as laws of
+    neighbouring positions are alike on average.
+    """
+    before = torch.tensor([prompt[-1] for prompt in samples.prompts])[:, None]
+    previous = torch.cat([before, samples.outputs[:, :-1]], dim=1)
+    labels = torch.where(
+        samples.offsets == PREFILL, PREFILL, samples.offsets * VOCAB_SIZE + previous
+    )
+    result = law_test(labels.flatten(), samples.outputs.flatten(), laws.flatten(0, 1))
+    return result.p_value
 
 
 test_samples.__test__ = False  # type: ignore[attr-defined]  # no test for pytest
@@ -385,13 +403,15 @@ def run_setting(
     middle = time.perf_counter()
     acceptance = conditional_acceptance(running) if speculates else []
     tau = running.speculator.counters.snapshot().tokens_per_cycle if speculates else None
-    result = test_samples(samples, plain_laws(samples, setting, folder))
+    laws = plain_laws(samples, setting, folder)
+    result = test_samples(samples, laws)
     report = Report(
         setting=setting.name,
         kind=sabotage or ("uno" if speculates else "plain"),
         requests=requests,
         acceptance=acceptance,
         tau=tau,
+        p_by_previous=p_by_previous(samples, laws),
         seconds=(middle - begin, time.perf_counter() - middle),
         **asdict(result),
     )
@@ -421,8 +441,8 @@ def run(
     """
     reports: list[Report] = []
     requests = -(-tokens // TOKENS_PER_REQUEST)
-    for key in dict.fromkeys(setting.engine for setting in settings):
-        group = [setting for setting in settings if setting.engine == key]
+    for draft in dict.fromkeys(setting.draft for setting in settings):
+        group = [setting for setting in settings if setting.draft == draft]
         begin = time.perf_counter()
         with law_engine(
             folder, group[0], plain=plain, eager=eager, max_num_seqs=max_num_seqs
@@ -442,18 +462,18 @@ def run(
 
 def _campaign_jobs() -> list[list[str]]:
     """Command lines of about equal length: every setting with UNO and plain, every sabotage."""
-    main = [s.name for s in _ALL_SETTINGS if s.engine == ("aligned", "probabilistic")]
-    rest = [s.name for s in _ALL_SETTINGS if s.name not in main]
-    # Plain vLLM knows no drafts: a setting for greedy ones has its floor in another.
-    floors = [s.name for s in _ALL_SETTINGS if s.draft == "probabilistic"]
-    sabotages: dict[str, list[str]] = {}
-    for sabotage, setting in SABOTAGE_SETTINGS.items():
-        sabotages.setdefault(setting, [STAND_IN_NAME]).append(sabotage)
+    drafted = [s.name for s in _ALL_SETTINGS if s.draft == "probabilistic"]
+    greedy = [s.name for s in _ALL_SETTINGS if s.draft == "greedy"]
+    sabotages = [STAND_IN_NAME, *SABOTAGES]
     return [
-        *(["--settings", ",".join(main[i::2])] for i in range(2)),
-        ["--settings", ",".join(rest)],
-        *(["--settings", ",".join(floors[i::3]), "--plain"] for i in range(3)),
-        *(["--settings", s, "--sabotage", ",".join(names)] for s, names in sabotages.items()),
+        *(["--settings", ",".join(drafted[i::2])] for i in range(2)),
+        ["--settings", ",".join(greedy)],
+        # Plain vLLM knows no drafts: a setting for greedy ones has its floor in another.
+        *(["--settings", ",".join(drafted[i::3]), "--plain"] for i in range(3)),
+        *(
+            ["--settings", SABOTAGE_SETTING, "--sabotage", ",".join(sabotages[i::2])]
+            for i in range(2)
+        ),
     ]
 
 
@@ -512,7 +532,9 @@ def faults(reports: Sequence[Report]) -> list[str]:
     wrong = []
     for kind in ("uno", "plain"):
         family = [r for r in reports if r.kind == kind]
-        rejected = holm([r.p_value for r in family], ALPHA)
+        p_values = [p for r in family for p in (r.p_value, r.p_by_previous)]
+        decided = holm(p_values, ALPHA)
+        rejected = [one or other for one, other in zip(decided[::2], decided[1::2], strict=True)]
         wrong += [f"rejected: {r.line()}" for r, no in zip(family, rejected, strict=True) if no]
         wrong += [f"impossible tokens: {r.line()}" for r in family if _too_many_impossible(r)]
     low, high = ACCEPTANCE
@@ -520,9 +542,9 @@ def faults(reports: Sequence[Report]) -> list[str]:
         if r.kind in ("uno", STAND_IN_NAME) and not all(low <= a <= high for a in r.acceptance[1:]):
             wrong.append(f"acceptance outside {low} .. {high}: {r.line()}")
     for r in reports:
-        if r.kind == STAND_IN_NAME and r.p_value < ALPHA:
+        if r.kind == STAND_IN_NAME and r.least_p < ALPHA / 2:
             wrong.append(f"the stand-in without a fault was rejected: {r.line()}")
-        if r.kind in SABOTAGES and not r.p_value < SABOTAGE_P_VALUE:
+        if r.kind in SABOTAGES and not r.least_p < SABOTAGE_P_VALUE:
             wrong.append(f"not seen: {r.line()}")
     return wrong
 

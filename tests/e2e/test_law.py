@@ -23,7 +23,6 @@ from law_run import (
     SETTINGS,
     STAND_IN_NAME,
     VOCAB_SIZE,
-    Setting,
     law_engine,
     make_params,
     run_setting,
@@ -52,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def aligned(models: Path) -> Iterator[Engine]:
+def uno_law(models: Path) -> Iterator[Engine]:
     """UNO on a vocabulary of 16, B = 3."""
     with law_engine(models, SETTINGS["t1"], max_num_seqs=NUM_SEQS) as running:
         yield running
@@ -64,8 +63,8 @@ def aligned(models: Path) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     "requests", [pytest.param(250, id="250"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
 )
-def test_continuations_follow_the_law(aligned: Engine, models: Path, requests: int) -> None:
-    report = run_setting(aligned, SETTINGS["t0.7"], models, requests=requests, tokens=7)
+def test_continuations_follow_the_law(uno_law: Engine, models: Path, requests: int) -> None:
+    report = run_setting(uno_law, SETTINGS["t0.7"], models, requests=requests, tokens=7)
     assert report.tokens == 7 * requests
     assert report.impossible == 0
     assert report.p_value > ALPHA
@@ -74,10 +73,10 @@ def test_continuations_follow_the_law(aligned: Engine, models: Path, requests: i
     assert all(low <= a <= high for a in report.acceptance[1:])
 
 
-def test_torch_stand_in_follows_the_law(aligned: Engine, models: Path) -> None:
+def test_torch_stand_in_follows_the_law(uno_law: Engine, models: Path) -> None:
     """Without a fault, what the sabotages are made of is as good as vLLM's."""
     report = run_setting(
-        aligned, SETTINGS["t0.7"], models, requests=16, tokens=48, sabotage=STAND_IN_NAME
+        uno_law, SETTINGS["t0.7"], models, requests=16, tokens=48, sabotage=STAND_IN_NAME
     )
     assert report.p_value > ALPHA
 
@@ -91,8 +90,8 @@ def test_torch_stand_in_follows_the_law(aligned: Engine, models: Path) -> None:
         pytest.param(RESIDUAL_OFF_BY_ONE, 96, marks=pytest.mark.slow),
     ],
 )
-def test_sabotage_is_seen(aligned: Engine, models: Path, sabotage: str, requests: int) -> None:
-    report = run_setting(aligned, SETTINGS["t0.7"], models, requests=requests, sabotage=sabotage)
+def test_sabotage_is_seen(uno_law: Engine, models: Path, sabotage: str, requests: int) -> None:
+    report = run_setting(uno_law, SETTINGS["t0.7"], models, requests=requests, sabotage=sabotage)
     assert report.p_value < SABOTAGE_P_VALUE
 
 
@@ -158,12 +157,12 @@ IDENTITY_SETTINGS = ("t1", "t0.7", "top_k-top_p", "min_p", "joined", "joined-min
 
 
 @pytest.mark.parametrize("name", IDENTITY_SETTINGS)
-def test_stored_law_is_the_sampled_one(aligned: Engine, name: str) -> None:
+def test_stored_law_is_the_sampled_one(uno_law: Engine, name: str) -> None:
     setting = SETTINGS[name]
     params = make_params(setting, tokens=14, seed=1234)
     params.output_kind = params.output_kind.FINAL_ONLY
     prompt = make_prompts(VOCAB_SIZE, 1, lengths=(6,), seed=3)[0]
-    for draft in _record_drafts(aligned, prompt, params):
+    for draft in _record_drafts(uno_law, prompt, params):
         # The stored rows, with the keys of the draft's own noise, draw the very tokens.
         rows = len(draft.tokens)
         drawn = draft_sampling.gumbel_sample(
@@ -189,12 +188,12 @@ def test_stored_law_is_the_sampled_one(aligned: Engine, name: str) -> None:
             torch.testing.assert_close(stored, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_plain_stored_law_is_bitwise_the_logits(aligned: Engine) -> None:
+def test_plain_stored_law_is_bitwise_the_logits(uno_law: Engine) -> None:
     """Nothing to process: the view's logits are stored as they are, temperature apart."""
     params = make_params(SETTINGS["t1"], tokens=14, seed=5)
     params.output_kind = params.output_kind.FINAL_ONLY
     prompt = make_prompts(VOCAB_SIZE, 1, lengths=(6,), seed=4)[0]
-    for draft in _record_drafts(aligned, prompt, params):
+    for draft in _record_drafts(uno_law, prompt, params):
         assert torch.equal(draft.stored, draft.logits)
 
 
@@ -377,14 +376,3 @@ class TestRow0:
             "bad_words": [words[0], *(a + b for a in words[1:3] for b in words[3:5])],
         }
         assert self._accepted(uno, params) == 1.0
-
-
-def test_settings_are_told_apart() -> None:
-    """Each setting has a name, and one engine's settings share model and draft method."""
-    assert len(SETTINGS) == 14
-    assert {s.engine for s in SETTINGS.values()} == {
-        ("aligned", "probabilistic"),
-        ("aligned", "greedy"),
-        ("contextual", "probabilistic"),
-    }
-    assert isinstance(SETTINGS["t1"], Setting)
