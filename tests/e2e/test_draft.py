@@ -36,6 +36,38 @@ def test_eager(tmp_path: Path) -> None:
     check(run(tmp_path, "eager", "--eager"))
 
 
+def test_view_without_lora_is_the_target_bitwise(model: Path) -> None:
+    """And one with a LoRA is not, on the same real layers."""
+    import torch
+    from engines import engine
+    from vllm.forward_context import set_forward_context
+
+    from vllm_uno.adapter import load_adapter
+    from vllm_uno.draft_view import build_draft_view
+    from vllm_uno.tiny_model import write_random_adapter
+
+    with engine(model) as running, torch.inference_mode():
+        target, config = running.runner.model, running.runner.vllm_config
+        ids = torch.arange(1, 9, dtype=torch.int32)
+        positions = torch.arange(8)
+
+        def hidden(module: torch.nn.Module) -> torch.Tensor:
+            with set_forward_context(None, config, num_tokens=8):
+                out: torch.Tensor = module(ids, positions, None, None)
+            # Attention writes nothing without metadata; what it leaves is no number of ours.
+            return out
+
+        for layer in target.model.layers:
+            layer.self_attn.attn.forward = lambda q, k, v: torch.zeros_like(q)
+        expected = hidden(target)
+        assert expected.isfinite().all() and expected.abs().sum() > 0
+        assert torch.equal(hidden(build_draft_view(target, {}, 4, config)), expected)
+        folder = write_random_adapter(model.parent / "bitwise", model)
+        loras = load_adapter(folder, target, torch.float32, "cpu")
+        moved = hidden(build_draft_view(target, loras, 4, config)) != expected
+        assert moved.any(1).tolist() == [False, True, True, True] * 2
+
+
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     """A and B slices, the all-reduce behind the LoRA, and the same rows on every rank."""

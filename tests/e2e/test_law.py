@@ -29,7 +29,7 @@ from law_run import (
     write_models,
 )
 from prompts import make_prompts
-from sabotage import RESIDUAL_IS_P, RESIDUAL_OFF_BY_ONE
+from sabotage import BONUS_FROM_LAST_DRAFT_ROW, RESIDUAL_IS_P, RESIDUAL_OFF_BY_ONE
 from vllm import SamplingParams
 
 import vllm_uno
@@ -81,13 +81,14 @@ def test_torch_stand_in_follows_the_law(uno_law: Engine, models: Path) -> None:
     assert report.p_value > ALPHA
 
 
-# Two more faults are too faint for so few tokens: tests/gpu/test_law_gpu.py has all five.
+# The fifth, noise shared with the verifier, is too faint for so few tokens: it is seen on the GPU.
 @pytest.mark.parametrize(
     ("sabotage", "requests"),
     [
-        ("draft-temperature-ignored", 24),
-        pytest.param(RESIDUAL_IS_P, 56, marks=pytest.mark.slow),
-        pytest.param(RESIDUAL_OFF_BY_ONE, 96, marks=pytest.mark.slow),
+        ("draft-temperature-ignored", 32),
+        pytest.param(BONUS_FROM_LAST_DRAFT_ROW, 40, marks=pytest.mark.slow),
+        pytest.param(RESIDUAL_IS_P, 96, marks=pytest.mark.slow),
+        pytest.param(RESIDUAL_OFF_BY_ONE, 176, marks=pytest.mark.slow),
     ],
 )
 def test_sabotage_is_seen(uno_law: Engine, models: Path, sabotage: str, requests: int) -> None:
