@@ -13,8 +13,9 @@ import torch
 from vllm_uno.draft_sampling import propose_token_zero
 from vllm_uno.vllm_hooks.runner_api import Sampler, apply_top_k_top_p, rejection_sample
 
-# vLLM masks top-p rows by another kernel above 64 rows.
-_FEW_ROWS, _MANY_ROWS = 8, 96
+# Up to 64 rows vLLM splits a row's top-p among programs, the more the fewer the rows: a
+# variant for each power of two. Above, another kernel takes whole rows.
+_ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96)
 
 
 def warm_up_sampling(
@@ -53,7 +54,7 @@ def warm_up_sampling(
             block_size,
             use_fp64=sampler.use_fp64_gumbel,
         )
-    for count in (_FEW_ROWS, _MANY_ROWS):
+    for count in _ROW_COUNTS:
         k = torch.full((count,), 2, dtype=torch.int32, device=device)
         p = torch.full((count,), 0.5, device=device)
         for top_k, top_p in ((k, None), (None, p), (k, p)):
