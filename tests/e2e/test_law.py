@@ -85,10 +85,10 @@ def test_torch_stand_in_follows_the_law(uno_law: Engine, models: Path) -> None:
 @pytest.mark.parametrize(
     ("sabotage", "requests"),
     [
-        ("draft-temperature-ignored", 32),
+        ("draft-temperature-ignored", 20),
         pytest.param(BONUS_FROM_LAST_DRAFT_ROW, 40, marks=pytest.mark.slow),
-        pytest.param(RESIDUAL_IS_P, 96, marks=pytest.mark.slow),
-        pytest.param(RESIDUAL_OFF_BY_ONE, 176, marks=pytest.mark.slow),
+        pytest.param(RESIDUAL_IS_P, 64, marks=pytest.mark.slow),
+        pytest.param(RESIDUAL_OFF_BY_ONE, 112, marks=pytest.mark.slow),
     ],
 )
 def test_sabotage_is_seen(uno_law: Engine, models: Path, sabotage: str, requests: int) -> None:
