@@ -216,20 +216,6 @@ def write_models(folder: Path) -> None:
 
 
 @contextmanager
-def _hurried_interpreter() -> Iterator[None]:
-    """Without Triton's check of every integer operation for overflow: 40 % less time."""
-    from triton.runtime import interpreter
-
-    options = interpreter.interpreter_builder.options
-    before = options.sanitize_overflow
-    object.__setattr__(options, "sanitize_overflow", False)  # the class is frozen
-    try:
-        yield
-    finally:
-        object.__setattr__(options, "sanitize_overflow", before)
-
-
-@contextmanager
 def law_engine(
     folder: Path,
     setting: Setting,
@@ -267,8 +253,7 @@ def law_engine(
         "draft_sample_method": setting.draft,
     }
     with engine(folder / "model", None if plain else uno, **settings) as running:
-        with nullcontext() if gpu else _hurried_interpreter():
-            yield running
+        yield running
 
 
 def make_params(setting: Setting, tokens: int, seed: int) -> SamplingParams:
@@ -544,7 +529,7 @@ def faults(reports: Sequence[Report]) -> list[str]:
     for r in reports:
         if r.kind == STAND_IN_NAME and r.least_p < ALPHA / 2:
             wrong.append(f"the stand-in without a fault was rejected: {r.line()}")
-        if r.kind in SABOTAGES and not r.least_p < SABOTAGE_P_VALUE:
+        if r.kind in SABOTAGES and not r.p_value < SABOTAGE_P_VALUE:
             wrong.append(f"not seen: {r.line()}")
     return wrong
 

@@ -38,10 +38,26 @@ def test_argmax_survives_nan_and_integer_masks(values: list[float], expected: in
     assert best.tolist() == [expected, -5, -5, -5]
 
 
-def test_log1p() -> None:
-    import vllm.triton_utils as utils
+def test_log1p_also_where_vllms_module_came_first() -> None:
+    """In a process of its own: the order of imports matters."""
+    import subprocess
+    import sys
 
-    assert callable(utils.tldevice.log1p)
+    code = """
+import vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils as utils
+import vllm_uno
+vllm_uno.register()
+from vllm_uno.vllm_hooks.cpu_interpreter import _Libdevice
+print("MENDED", isinstance(utils.tldevice, _Libdevice))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "MENDED True" in done.stdout, done.stderr[-2000:]
+
+
+def test_integer_overflow_is_not_checked() -> None:
+    from triton.runtime import interpreter
+
+    assert not interpreter.interpreter_builder.options.sanitize_overflow
 
 
 def test_top_k_top_p_runs_without_a_compiler() -> None:

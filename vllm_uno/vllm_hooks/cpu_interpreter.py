@@ -8,6 +8,7 @@ them all. Where a real triton-cpu is installed this module does nothing.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,13 @@ def mend_interpreter() -> None:
     _mend_masks()
     _mend_patching()
     _mend_all_nan()
-    vllm.triton_utils.tldevice = _Libdevice(vllm.triton_utils.tldevice, vllm.triton_utils.tl)
+    _mend_overflow_check()
+    libdevice = _Libdevice(vllm.triton_utils.tldevice, vllm.triton_utils.tl)
+    vllm.triton_utils.tldevice = libdevice
+    # It takes the name at import, which may have come before the plugins.
+    sampler = sys.modules.get("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils")
+    if sampler is not None:
+        sampler.tldevice = libdevice  # type: ignore[attr-defined]
     _mend_top_k_top_p()
 
 
@@ -141,6 +148,17 @@ def _mend_masks() -> None:
 
     builder.create_masked_load = masked_load
     builder.create_masked_store = masked_store
+
+
+def _mend_overflow_check() -> None:
+    """Leave out the check of every integer operation for overflow: 35 to 40 % less time.
+
+    vLLM's hashes overflow on purpose, and on a GPU the check is off.
+    """
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    object.__setattr__(options, "sanitize_overflow", False)  # the class is frozen
 
 
 def _mend_patching() -> None:
