@@ -7,7 +7,6 @@ model, or loading fails. (Lossless output hides a LoRA that is only half there.)
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -80,19 +79,6 @@ class _Target:
     layer_name: str
     layer: LinearBase
     slot: int | None  # None: the whole layer
-
-
-def adapter_digest(folder: str | Path) -> str:
-    """Return 16 hex digits of the sha256 over the adapter's configuration and weights."""
-    digest = hashlib.sha256()
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        with open(Path(folder) / name, "rb") as file:
-            # The lengths keep the border between the two files part of the digest.
-            digest.update(file.seek(0, 2).to_bytes(8, "little"))
-            file.seek(0)
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()[:16]
 
 
 def load_adapter(

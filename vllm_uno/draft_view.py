@@ -69,12 +69,10 @@ def build_draft_view(
     view = _clone(target, "", loras, block_size)
     tag = f"uno_draft_{view_digest(loras, block_size)}"
     for module in view.modules():
-        original = getattr(module, "_uno_cloned_from", None)
-        if original is None:
-            continue
-        if isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(
+        compiles = isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(
             module, "do_not_compile", True
-        ):
+        )
+        if compiles and getattr(module, "_uno_copy", False):
             _compile_again(module, tag, vllm_config)
     return view
 
@@ -118,7 +116,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     for key, value in module.__dict__.items():
         if inspect.ismethod(value) and value.__self__ is module:
             copied.__dict__[key] = value.__func__.__get__(copied)
-    copied.__dict__["_uno_cloned_from"] = type(module).__name__
+    copied.__dict__["_uno_copy"] = True
     return copied
 
 

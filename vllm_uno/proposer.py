@@ -93,9 +93,8 @@ class UnoProposer(DraftModelSpeculator):
             self.speculative_config.uno_mask_token_id,
         )
         num_rows = self.max_num_reqs * self.block_size
-        self.input_buffers = InputBuffers(
-            self.max_num_reqs, max(self.max_num_tokens, num_rows), device
-        )
+        # `validate` has seen to it that the base class's buffers hold every row.
+        assert num_rows <= self.max_num_tokens
         self.hidden_states = torch.zeros(
             num_rows, self.hidden_size, dtype=self.dtype, device=device
         )

@@ -1,7 +1,6 @@
 """The statistics of the sampled-law tests, on simulated speculative decoding."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -12,15 +11,6 @@ from scipy import stats
 
 VOCAB = 8
 DRAFTS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small here: more threads only wait for each other (20 times slower, measured)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def settings(**changes: object) -> SimpleNamespace:

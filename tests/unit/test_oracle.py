@@ -1,6 +1,5 @@
 """The draft oracle and the tiny model it is used on."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,6 @@ from vllm_uno.tiny_model import MIN_TOKENIZER_VOCAB, write_random_adapter, write
 
 VOCAB = 2048
 BLOCK = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small here: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

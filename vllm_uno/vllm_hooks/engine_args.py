@@ -8,9 +8,12 @@ from typing import Any
 from vllm_uno.vllm_hooks.hook import Hook
 
 
-def _asks_for_uno(engine_args: Any) -> bool:
+def _uno_settings(engine_args: Any) -> dict[str, Any] | None:
+    """The speculative config with Python names, if it asks for UNO."""
     settings = engine_args.speculative_config
-    return isinstance(settings, dict) and settings.get("method") == "uno"
+    if not (isinstance(settings, dict) and settings.get("method") == "uno"):
+        return None
+    return {key.replace("-", "_"): value for key, value in settings.items()}
 
 
 def _create_speculative_config(original: Any) -> Any:
@@ -18,11 +21,11 @@ def _create_speculative_config(original: Any) -> Any:
     def create_speculative_config(
         self: Any, target_model_config: Any, target_parallel_config: Any
     ) -> Any:
-        if not _asks_for_uno(self):
+        settings = _uno_settings(self)
+        if settings is None:
             return original(self, target_model_config, target_parallel_config)
         from vllm_uno.config import UnoSpeculativeConfig
 
-        settings = {key.replace("-", "_"): value for key, value in self.speculative_config.items()}
         for flag, key, value in (
             ("--spec-model", "model", self.spec_model),
             ("--spec-tokens", "num_speculative_tokens", self.spec_tokens),
@@ -46,14 +49,14 @@ def _set_default_limits(original: Any) -> Any:
     ) -> None:
         user_seqs, user_tokens = self.max_num_seqs, self.max_num_batched_tokens
         original(self, usage_context, model_config, parallel_config)
-        if not _asks_for_uno(self):
+        settings = _uno_settings(self)
+        if settings is None:
             return
         from vllm.logger import init_logger
 
         from vllm_uno.config import DEFAULT_BLOCK_SIZE
         from vllm_uno.validation import fit_limits
 
-        settings = {key.replace("-", "_"): value for key, value in self.speculative_config.items()}
         block_size = settings.get("num_speculative_tokens") or self.spec_tokens
         rows = int(block_size or DEFAULT_BLOCK_SIZE)
         if self.enable_lora:  # vLLM itself then asks for K+1 rows a request
@@ -101,7 +104,7 @@ def refuse_uno(reason: Exception) -> None:
 
     @functools.wraps(original)
     def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _asks_for_uno(self):
+        if _uno_settings(self) is not None:
             raise RuntimeError(str(reason)) from reason
         return original(self, *args, **kwargs)
 
