@@ -240,6 +240,9 @@ def main() -> None:
         os.environ["UNO_CPU_INTERPRETER"] = "1"
     if args.invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        # Inductor times variants of a reduction and keeps the fastest: two processes may choose
+        # differently, and then sum in another order.
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     if args.cache:
         os.environ["VLLM_CACHE_ROOT"] = args.cache
     args.work.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ def main() -> None:
         ("plain", "kv32"),
         ("plain", "lora"),
         ("plain", "ngram"),
+        ("plain-invariant", "plain2-invariant"),
         ("plain-invariant", "uno-invariant"),
         ("plain-eager", "uno-eager"),
     ):

@@ -17,6 +17,8 @@ engine() {
 for name in plain plain2 uno ngram; do
   engine "$name" --method "${name%2}" --cache "$work/c-$name" &
 done
+# The floor of the parity below.
+engine plain2-invariant --method plain --invariant --backend TRITON_ATTN --cache "$work/c-plain2-i" &
 for method in plain uno; do
   # Not FlashAttention 3: seen to part from plain by a bf16 step in 52 of 64 requests, where
   # Triton's attention parts in none (docs/decisions.md has the likely cause).
