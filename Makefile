@@ -86,7 +86,7 @@ ifeq ($(VENV),.venv)
 endif
 	$(PIP_INSTALL) $$($(PY) -c "import tomllib; \
 	    p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-	    print(*p['dependencies'], *p['optional-dependencies']['dev'])")
+	    e = p['optional-dependencies']; print(*p['dependencies'], *e['dev'], *e['train'], *e['eval'])")
 	touch $@
 
 $(INSTALLED): $(DEPS) $(EXTENSION_SOURCES)

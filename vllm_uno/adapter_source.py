@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from vllm.logger import init_logger
-
-logger = init_logger("vllm.uno")  # below vLLM's logger, which has the handlers
+# Below vLLM's logger, which has the handlers. vLLM is not imported: the trainer reads this too.
+logger = logging.getLogger("vllm.uno")
 
 METADATA_FILE = "uno_config.json"
 CONFIG_FILE = "adapter_config.json"

@@ -1,0 +1,590 @@
+"""Trainer: masks, losses, gating, packing, acceptance, resuming and refusals."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DraftOracle
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from vllm_uno.cli import main
+from vllm_uno.tiny_model import write_tiny_model
+from vllm_uno.train.acceptance import follow_cycles, measure, stand_probabilities, writing_starts
+from vllm_uno.train.blocks import (
+    PADDING,
+    UNUSED,
+    block_seeds,
+    dense_mask,
+    draw_offsets,
+)
+from vllm_uno.train.data import (
+    DataError,
+    Sample,
+    encode,
+    load_samples,
+    pack,
+    row_order,
+    split_heldout,
+)
+from vllm_uno.train.losses import LossWeights, distillation_loss
+from vllm_uno.train.model import ModelError, NoisedModel, add_adapter, load_model, noise_high
+from vllm_uno.train.settings import TrainSettings
+from vllm_uno.train.trainer import SettingsError, train
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VOCAB = 64
+
+
+def sample(length: int, first_generated: int = 1, seed: int = 0) -> Sample:
+    r = random.Random(seed * 1000 + length)
+    ids = [r.randrange(1, VOCAB) for _ in range(length)]
+    return Sample(ids, [i >= first_generated for i in range(length)])
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model: Any
+    if request.param == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return folder
+
+
+def noised_model(checkpoint: Path, moved: bool = True) -> NoisedModel:
+    base = load_model(
+        str(checkpoint),
+        revision=None,
+        dtype=torch.float32,
+        attention="sdpa",
+        device=torch.device("cpu"),
+    )
+    torch.manual_seed(1)
+    model = NoisedModel(add_adapter(base, TARGETS, rank=4, scale=2.0), "sdpa")
+    if moved:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0, 0.2)
+    return model
+
+
+# Blocks and masks.
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=4),
+    block=st.integers(2, 6),
+    seed=st.integers(0, 1000),
+)
+def test_mask_is_the_rule(lengths: list[int], block: int, seed: int) -> None:
+    """Against a statement of the rule over (document, position) pairs."""
+    rows = pack([sample(n) for n in lengths], context=sum(lengths) + 3)
+    documents, positions = rows.documents.long(), rows.positions.long()
+    generator = torch.Generator().manual_seed(seed)
+    offsets = draw_offsets(documents, block, generator)
+    seeds = block_seeds(documents, positions, offsets, block)
+    mask = dense_mask(documents, seeds)[0, 0]
+    length = documents.shape[1]
+    where = [(int(documents[0, t]), int(positions[0, t])) for t in range(length)]
+    shift = {d: int(offsets[0, t]) for t, (d, _) in enumerate(where) if d != PADDING}
+
+    def number_of_block(document: int, position: int) -> int:
+        return (position + shift[document]) // block
+
+    def first_of_block(document: int, position: int) -> int:
+        return number_of_block(document, position) * block - shift[document]
+
+    for query, key in itertools.product(range(2 * length), repeat=2):
+        (qd, qp), (kd, kp) = where[query % length], where[key % length]
+        q_noised, k_noised = query >= length, key >= length
+        if query == key:
+            expected = True
+        elif qd == PADDING or qd != kd:
+            expected = False
+        elif not q_noised:
+            expected = not k_noised and kp <= qp
+        else:
+            start = first_of_block(qd, qp)
+            used = start >= 0 and qp > start
+            if not used:
+                expected = False
+            elif not k_noised:
+                expected = kp <= start
+            else:
+                expected = start < kp <= qp and number_of_block(kd, kp) == number_of_block(qd, qp)
+        assert bool(mask[query, key]) == expected, (query, key)
+
+
+def test_block_offsets_are_one_to_a_document_and_vary() -> None:
+    rows = pack([sample(10), sample(12), sample(9)], context=40)
+    documents = rows.documents.long().repeat(50, 1)
+    offsets = draw_offsets(documents, 4, torch.Generator().manual_seed(0))
+    for number in range(3):
+        inside = offsets[:, documents[0] == number]
+        assert bool((inside == inside[:, :1]).all())
+        assert set(inside[:, 0].tolist()) == {0, 1, 2, 3}
+
+
+# Losses.
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    vocab=st.integers(2, 40),
+    chunk=st.integers(1, 10),
+    tv=st.sampled_from([0.0, 1.0, 0.3]),
+    ce=st.sampled_from([0.0, 0.5]),
+    kl=st.sampled_from([0.01, 1.0]),
+    bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_loss_and_gradient_are_the_naive_ones(
+    rows: int, vocab: int, chunk: int, tv: float, ce: float, kl: float, bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    student = torch.randn(rows, 6, requires_grad=True)
+    teacher, head = torch.randn(rows, 6), torch.randn(vocab, 6)
+    shift = torch.randn(vocab) if bias else None
+    targets = torch.randint(vocab, (rows,))
+    weights = LossWeights(tv, ce, kl)
+    loss, means = distillation_loss(student, teacher, head, shift, targets, weights, chunk)
+    (loss * 3).backward()  # the incoming gradient counts
+
+    exact = student.detach().double().requires_grad_()
+    by_head = head.double().T
+    add = shift.double() if shift is not None else 0.0
+    q, p = (exact @ by_head + add).softmax(-1), (teacher.double() @ by_head + add).softmax(-1)
+    each = torch.stack(
+        [
+            (q - p).abs().sum(-1).mean() / 2,
+            -q.log().gather(-1, targets[:, None]).mean(),
+            (p * (p.log() - q.log())).sum(-1).mean(),
+        ]
+    )
+    naive = tv * each[0] + ce * each[1] + kl * each[2]
+    (naive * 3).backward()
+    torch.testing.assert_close(loss.double(), naive, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(means.double(), each, rtol=1e-4, atol=1e-5)
+    assert student.grad is not None
+    torch.testing.assert_close(student.grad.double(), exact.grad, rtol=1e-3, atol=1e-5)
+
+
+# The doubled pass.
+
+
+def passes(model: NoisedModel, block: int) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = pack([sample(20), sample(9)], context=32).rows(torch.arange(1), torch.device("cpu"))
+    offsets = torch.full_like(rows.positions, 3 % block)
+    seeds = block_seeds(rows.documents, rows.positions, offsets, block)
+    noise = torch.randint(1, VOCAB, rows.ids.shape, generator=torch.Generator().manual_seed(5))
+    return rows, seeds, noise, torch.arange(rows.ids.shape[1])
+
+
+def test_clean_rows_are_the_base_models_bit_for_bit(checkpoint: Path) -> None:
+    model = noised_model(checkpoint)
+    assert model.layers == 2 * len(TARGETS)
+    rows, seeds, noise, _ = passes(model, 4)
+    with torch.no_grad():
+        clean, noised = model.hidden_states(rows, seeds, noise)
+        with model.peft_model.disable_adapter():
+            base_clean, base_noised = model.hidden_states(rows, seeds, noise)
+    assert torch.equal(clean, base_clean)
+    used = seeds != UNUSED
+    assert bool(((noised - base_noised).abs().amax(-1)[used] > 1e-3).all())
+    assert torch.equal(noised[~used], base_noised[~used])
+
+
+def test_clean_rows_get_no_gradient_from_the_adapter(checkpoint: Path) -> None:
+    model = noised_model(checkpoint)
+    rows, seeds, noise, _ = passes(model, 4)
+    clean, _ = model.hidden_states(rows, seeds, noise)
+    clean.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_marginals_are_those_of_a_draft_pass(checkpoint: Path, tmp_path: Path) -> None:
+    """Trainer's noised rows against PEFT on [context, seed, noise], the engine tests' oracle."""
+    model = noised_model(checkpoint)
+    model.peft_model.save_pretrained(tmp_path)
+    oracle = DraftOracle(checkpoint, tmp_path)
+    block = 4
+    rows, seeds, noise, columns = passes(model, block)
+    with torch.no_grad():
+        _, noised = model.hidden_states(rows, seeds, noise)
+        logits = model.head(noised)
+    compared = 0
+    for seed in sorted(set(seeds[0].tolist()) - {UNUSED}):
+        document = int(rows.documents[0, seed])
+        start = int(columns[rows.documents[0] == document][0])
+        members = columns[seeds[0] == seed]
+        block_ids = [int(rows.ids[0, seed]), *noise[0, members].tolist()]
+        reference = oracle.draft_logits(rows.ids[0, start:seed].tolist(), block_ids)
+        torch.testing.assert_close(logits[0, members], reference[1:], rtol=1e-4, atol=1e-4)
+        compared += len(members)
+    assert compared >= 15
+
+
+def test_attention_kinds_and_logits_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    config |= {"use_sliding_window": True, "sliding_window": 16}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="full attention in every layer"):
+        load(tmp_path / "m")
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load(tmp_path / "nothing")
+
+
+def load(folder: Path) -> Any:
+    return load_model(
+        str(folder),
+        revision=None,
+        dtype=torch.float32,
+        attention="sdpa",
+        device=torch.device("cpu"),
+    )
+
+
+def test_targets_that_no_layer_has(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match=r"\['c_attn'\] are not layers.*q_proj"):
+        add_adapter(load(checkpoint), ["q_proj", "c_attn"], 4, 2.0)
+
+
+# Acceptance.
+
+
+def test_cycles_are_those_that_decoding_goes_through() -> None:
+    """The recursion against a simulation of decoding along fixed texts."""
+    rows = pack([sample(30, 4), sample(26, 2)], context=60)
+    generator = torch.Generator().manual_seed(0)
+    block = 4
+    stands = torch.rand(1, 60, block, generator=generator) * 0.6 + 0.4
+    stands[..., 0] = 1.0
+    starts = writing_starts(rows)
+    assert starts.nonzero().tolist() == [[0, 4], [0, 32]]
+    cycles, accepted = follow_cycles(stands, rows.trained, starts)
+    draws = 4000
+    r = random.Random(0)
+    simulated = [0] * (block + 1)
+    for _ in range(draws):
+        for start, end in ((4, 30), (32, 56)):
+            seed = start
+            while seed + block < end:  # whole blocks only
+                count = 0
+                while count < block and r.random() < stands[0, seed, count]:
+                    count += 1
+                simulated[0] += 1
+                for k in range(count):
+                    simulated[k + 1] += 1
+                seed += count + 1
+    assert float(cycles) == pytest.approx(simulated[0] / draws, rel=0.02)
+    for k in range(block):
+        assert float(accepted[k]) == pytest.approx(simulated[k + 1] / draws, rel=0.03)
+
+
+def test_drafted_tokens_stand_by_both_laws(checkpoint: Path) -> None:
+    """Every probability against min(1, q/p), the base model's law by a plain pass."""
+    model = noised_model(checkpoint)
+    rows = pack([sample(14, 3)], context=16).rows(torch.arange(1), torch.device("cpu"))
+    block, temperature = 3, 0.7
+    stands = stand_probabilities(
+        model, rows, block, (1, 2), temperature, torch.Generator().manual_seed(0)
+    )  # noise is always token 1
+    with torch.no_grad(), model.peft_model.disable_adapter():
+        base = model.peft_model(input_ids=rows.ids[:, :14], use_cache=False).logits[0]
+    for seed in range(3, 9):
+        seeds = block_seeds(
+            rows.documents, rows.positions, torch.full_like(rows.ids, -seed % block), block
+        )
+        with torch.no_grad():
+            _, noised = model.hidden_states(rows, seeds, torch.ones_like(rows.ids))
+        for row in range(1, block):
+            at = seed + row
+            token = int(rows.ids[0, at + 1])
+            q = (model.head(noised)[0, at] / temperature).softmax(-1)[token]
+            p = (base[at] / temperature).softmax(-1)[token]
+            expected = min(1.0, float(q / p))
+            assert float(stands[0, seed, row]) == pytest.approx(expected, rel=1e-4)
+    assert stands[0, :, 0].tolist() == [0.0] * 2 + [1.0] * 11 + [0.0] * 3
+
+
+def test_measuring_text_too_short_for_a_block(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="no text is long enough for a block of 8"):
+        measure(
+            noised_model(checkpoint),
+            pack([sample(6)], 8),
+            8,
+            (1, VOCAB),
+            1.0,
+            micro_batch=1,
+            device=torch.device("cpu"),
+        )
+
+
+# Data.
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(2, 12), min_size=1, max_size=12))
+def test_packing_keeps_documents_whole(lengths: list[int]) -> None:
+    samples = [sample(n, 1 + n // 3, seed=i) for i, n in enumerate(lengths)]
+    rows = pack(samples, context=12)
+    found = []
+    for at in range(len(rows)):
+        for number in range(int(rows.documents[at].max()) + 1):
+            inside = rows.documents[at] == number
+            ids, trained = rows.ids[at][inside].tolist(), rows.trained[at][inside].tolist()
+            assert rows.positions[at][inside].tolist() == list(range(len(ids)))
+            found.append((ids, trained))
+    assert found == [(s.ids, [*s.generated[1:], False]) for s in samples]
+    assert not rows.trained[rows.documents == PADDING].any()
+
+
+def test_every_row_once_an_epoch_in_an_order_of_its_own() -> None:
+    first, second = row_order(10, 3, range(10)), row_order(10, 3, range(10, 20))
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(10))
+    assert first.tolist() != second.tolist()
+    assert row_order(10, 3, range(7, 13)).tolist() == [*first[7:].tolist(), *second[:3].tolist()]
+
+
+def test_texts_and_chats(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = encode({"text": "one two"}, tokenizer, "here")
+    assert text.ids[-1] == tokenizer.eos_token_id and text.generated == [False] + [True] * (
+        len(text.ids) - 1
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [("user", "a b"), ("assistant", "c d"), ("user", "e"), ("assistant", "f g h")]
+    chat = encode({"messages": [{"role": r, "content": c} for r, c in turns]}, tokenizer, "here")
+    written = [i for i, g in zip(chat.ids, chat.generated, strict=True) if g]
+    assert tokenizer.decode(written) == "c d;f g h;"
+    with pytest.raises(DataError, match="here: no assistant turn"):
+        encode({"messages": [{"role": "user", "content": "x"}]}, tokenizer, "here")
+    for bad in ({}, {"text": 3}, {"text": ""}):
+        with pytest.raises(DataError, match="here: "):
+            encode(bad, tokenizer, "here")
+
+
+def test_noise_ends_at_the_mask_token(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert noise_high(tokenizer, 4096, None) == len(tokenizer)
+    assert noise_high(tokenizer, 4096, 77) == 77
+    with pytest.raises(ModelError, match="mask_token_id=5000"):
+        noise_high(tokenizer, 4096, 5000)
+
+
+# Whole runs.
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    r = random.Random(0)
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    lines = (" ".join(r.choices(["ab", "cd", "ef", "gh"], k=12)) for _ in range(30))
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("small"), vocab_size=512, std=0.1)
+
+
+def settings_of(small: Path, texts: Path, output: Path | str, **changes: Any) -> TrainSettings:
+    values: dict[str, Any] = dict(
+        model=str(small),
+        data=str(texts),
+        output=str(output),
+        context=64,
+        block_sizes=[2, 3],
+        steps=6,
+        batch_size=4,
+        micro_batch_size=2,
+        rank=2,
+        scale=2.0,
+        lr=1e-2,
+        warmup_steps=1,
+        dtype="float32",
+        save_every=2,
+        eval_every=3,
+        log_every=1,
+        heldout_samples=4,
+    )
+    return TrainSettings(**values | changes)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_interrupted_and_resumed_is_uninterrupted(small: Path, texts: Path, tmp_path: Path) -> None:
+    whole = train(settings_of(small, texts, tmp_path / "whole"))
+    assert whole.adapter == tmp_path / "whole" and whole.steps == 6
+    parts = tmp_path / "parts"
+    stopped = train(settings_of(small, texts, parts, stop_after=3))
+    assert stopped.adapter is None and (parts / "checkpoint" / "state.pt").is_file()
+    with pytest.raises(SettingsError, match=r"other settings \(lr: 0.01 there, 0.5 now\)"):
+        train(settings_of(small, texts, parts, resume=True, lr=0.5))
+    resumed = train(settings_of(small, texts, parts, resume=True))
+    assert resumed.heldout == whole.heldout
+    one, other = weights(tmp_path / "whole"), weights(parts)
+    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    assert any(v.abs().max() > 0 for k, v in one.items() if "lora_B" in k)
+
+    def logged(folder: Path) -> list[tuple[int, float]]:
+        entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+        return [(e["step"], e.get("loss", e.get("tau"))) for e in entries]
+
+    assert logged(parts) == logged(tmp_path / "whole")
+    assert (parts / "training.png").stat().st_size > 10_000
+    assert not (parts / "checkpoint").exists()
+    metadata = json.loads((parts / "uno_config.json").read_text())
+    assert metadata == {
+        "noise_low": 1,
+        "mask_token_id": 512,
+        "block_sizes": [2, 3],
+        "base_model": str(small),
+        "revision": None,
+    }
+    with pytest.raises(SettingsError, match="is not empty"):
+        train(settings_of(small, texts, parts))
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_adapter(small: Path, texts: Path, tmp_path: Path) -> None:
+    import dataclasses
+    import subprocess
+    import sys
+
+    train(settings_of(small, texts, tmp_path / "one", micro_batch_size=1))
+    flags = []
+    for name, value in dataclasses.asdict(
+        settings_of(small, texts, tmp_path / "two", micro_batch_size=1)
+    ).items():
+        if value is None or value is False:
+            continue
+        flags += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    subprocess.run([*launch, "-m", "vllm_uno.cli", "train", *flags], check=True)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "{tmp}/none.jsonl"}, "data file .*none.jsonl does not exist"),
+        ({"data": "{tmp}/empty.jsonl"}, "empty.jsonl holds no samples"),
+        ({"data": "{tmp}/bad.jsonl"}, "bad.jsonl, line 2: not JSON"),
+        ({"context": 8, "block_sizes": [2]}, "line 1: .* tokens, longer than context=8"),
+        ({"context": 100_000}, "context=100000 is past the model's"),
+        ({"targets": ["c_attn"]}, r"\['c_attn'\] are not layers of this model"),
+        ({"output": "{tmp}/full"}, "output folder .*full is not empty"),
+        ({"output": "{tmp}/void", "resume": True}, "no checkpoint to resume from"),
+        ({"batch_size": 3}, "batch_size=3 must be a multiple of micro_batch_size"),
+        ({"mask_token_id": 1 << 20}, "mask_token_id=1048576 is outside"),
+        ({"noise_low": 512}, "noise_low=512 must be below mask_token_id=512"),
+        ({"model": "{tmp}/void"}, "tokenizer of .*void.* could not be loaded"),
+    ],
+)
+def test_bad_input_writes_nothing(
+    small: Path, texts: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": "ab cd"}\n{"text": \n')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    changed = {k: v.format(tmp=tmp_path) if isinstance(v, str) else v for k, v in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        train(settings_of(small, texts, **{"output": tmp_path / "out"} | changed))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"block_sizes": [1, 2]}, "block_sizes must be numbers of at least 2"),
+        ({"block_sizes": [2, 65]}, "reach past context"),
+        ({"steps": 1}, "must reach every one of block_sizes"),
+        ({"schedule": "linear"}, "schedule must be constant or cosine"),
+        ({"attention": "eager"}, "attention must be auto, flex or sdpa"),
+        ({"dtype": "fp8"}, "dtype must be bfloat16 or float32"),
+        ({"loss_tv": 0.0}, "not all zero"),
+        ({"targets": []}, "targets must name"),
+    ],
+)
+def test_bad_settings(small: Path, texts: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings_of(small, texts, Path("out"), **changes)
+
+
+def test_command_line(
+    small: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--help"]) == 0 and "eval-adapter" in capsys.readouterr().out
+    assert main(["nonsense"]) == 2
+    flags = ["--model", str(small), "--data", str(tmp_path / "no.jsonl")]
+    assert main(["train", *flags, "--output", str(tmp_path / "out")]) == 1
+    assert "no.jsonl does not exist" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "alpha / rank" in capsys.readouterr().out
+
+
+def test_schedule_and_curriculum(small: Path, texts: Path) -> None:
+    s = settings_of(small, texts, Path("o"), steps=10, block_sizes=[2, 4, 8], warmup_steps=4)
+    assert [s.block_size_at(i) for i in range(10)] == [2] * 4 + [4] * 3 + [8] * 3
+    assert [s.lr_at(i) for i in range(6)] == pytest.approx(
+        [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]
+    )
+    c = settings_of(small, texts, Path("o"), steps=10, schedule="cosine", warmup_steps=0)
+    assert c.lr_at(0) == pytest.approx(0.01) and c.lr_at(5) == pytest.approx(0.005)
+
+
+def test_holding_out(model: Path, tmp_path: Path) -> None:
+    samples = [sample(4, seed=i) for i in range(20)]
+    training, heldout = split_heldout(samples, 64)
+    assert len(heldout) == 4 and training + heldout == samples
+    with pytest.raises(DataError, match="too few to hold some out"):
+        split_heldout(samples[:3], 64)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a b"}\n\n[1]\n')
+    with pytest.raises(DataError, match="line 3: not a JSON object"):
+        load_samples(str(path), AutoTokenizer.from_pretrained(model), 64)

@@ -1,0 +1,373 @@
+"""The training loop: curriculum, checkpoints, log, plot and the adapter's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_uno.adapter_source import METADATA_FILE
+from vllm_uno.train.acceptance import Acceptance, measure
+from vllm_uno.train.blocks import block_seeds, draw_noise, draw_offsets
+from vllm_uno.train.data import PackedRows, load_samples, pack, row_order, split_heldout
+from vllm_uno.train.model import (
+    NoisedModel,
+    add_adapter,
+    learning_rows,
+    load_model,
+    load_tokenizer,
+    noise_high,
+)
+from vllm_uno.train.settings import TrainSettings
+
+CHECKPOINT = "checkpoint"
+LOG = "log.jsonl"
+PLOT = "training.png"
+
+
+class SettingsError(ValueError):
+    """Settings that do not fit what is there; names them and the way out."""
+
+
+@dataclass
+class TrainResult:
+    """Attributes:
+    adapter: folder of the finished adapter, None when the run stopped before.
+    steps: optimizer steps done.
+    heldout: last measurement, None where there was none.
+    """
+
+    adapter: Path | None
+    steps: int
+    heldout: Acceptance | None
+
+
+def train(settings: TrainSettings) -> TrainResult:
+    """Train an adapter; everything that can be wrong is found before anything is written.
+
+    Run under `accelerate launch` for several GPUs: each takes its share of every step's rows.
+
+    Raises:
+        SettingsError, DataError, ModelError: with the setting and the way out.
+
+    """
+    from accelerate import Accelerator
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    output = Path(settings.output)
+    check_output(output, settings)
+    accelerator = Accelerator()
+    device = accelerator.device
+    rows_per_pass = settings.micro_batch_size * accelerator.num_processes
+    if settings.batch_size % rows_per_pass:
+        raise SettingsError(
+            f"batch_size={settings.batch_size} must be a multiple of micro_batch_size * processes "
+            f"({settings.micro_batch_size} * {accelerator.num_processes})"
+        )
+    tokenizer = load_tokenizer(settings.model, settings.revision)
+    training, heldout = _load_data(settings, tokenizer)
+    attention = settings.attention
+    if attention == "auto":
+        attention = "flex" if device.type == "cuda" else "sdpa"
+    base = load_model(
+        settings.model,
+        revision=settings.revision,
+        dtype=getattr(torch, settings.dtype),
+        attention=attention,
+        device=device,
+    )
+    high = noise_high(tokenizer, base.config.vocab_size, settings.mask_token_id)
+    if settings.noise_low >= high:
+        raise SettingsError(f"noise_low={settings.noise_low} must be below mask_token_id={high}")
+    limit = getattr(base.config, "max_position_embeddings", settings.context)
+    if settings.context > limit:
+        raise SettingsError(f"context={settings.context} is past the model's {limit} positions")
+    torch.manual_seed(settings.seed)  # PEFT's initial A
+    peft_model = add_adapter(base, settings.targets, settings.rank, settings.scale)
+    if settings.gradient_checkpointing:
+        peft_model.train()  # without it transformers checkpoints nothing; dropout is zero
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    model = NoisedModel(peft_model, attention)
+    run = _Run(settings, accelerator, model, training, heldout, (settings.noise_low, high))
+    return run.go()
+
+
+def check_output(output: Path, settings: TrainSettings) -> None:
+    """Refuse to write over anything, and to resume what is not there or is another run."""
+    checkpoint = output / CHECKPOINT
+    if not settings.resume:
+        if output.is_file() or (output.is_dir() and any(output.iterdir())):
+            raise SettingsError(
+                f"output folder {output} is not empty: give a new one, or resume to go on from "
+                f"its checkpoint"
+            )
+        return
+    if not (checkpoint / "settings.json").is_file():
+        raise SettingsError(f"{output} has no checkpoint to resume from")
+    saved = json.loads((checkpoint / "settings.json").read_text())
+    mine = settings.fixed()
+    # As JSON has it: the file knows no tuples.
+    differing = [
+        f"{name}: {saved.get(name)!r} there, {value!r} now"
+        for name, value in json.loads(json.dumps(mine)).items()
+        if saved.get(name) != value
+    ]
+    if differing:
+        raise SettingsError(
+            f"the checkpoint in {output} is of other settings ({'; '.join(differing)}): give "
+            f"those, or another output"
+        )
+
+
+def _load_data(settings: TrainSettings, tokenizer: Any) -> tuple[PackedRows, PackedRows]:
+    samples = load_samples(settings.data, tokenizer, settings.context, settings.data_split)
+    if settings.heldout is None:
+        samples, heldout = split_heldout(samples, settings.heldout_samples)
+    else:
+        heldout = load_samples(settings.heldout, tokenizer, settings.context, settings.data_split)
+        heldout = heldout[: settings.heldout_samples]
+    return pack(samples, settings.context), pack(heldout, settings.context)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        accelerator: Any,
+        model: NoisedModel,
+        rows: PackedRows,
+        heldout: PackedRows,
+        noise_range: tuple[int, int],
+    ) -> None:
+        self.settings = settings
+        self.accelerator = accelerator
+        self.model = model
+        self.rows = rows
+        self.heldout = heldout
+        self.noise_range = noise_range
+        self.output = Path(settings.output)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            parameters,
+            lr=settings.lr,
+            weight_decay=0.0,
+            fused=accelerator.device.type == "cuda",
+        )
+        self.trained_parameters = parameters
+        self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        self.step = 0
+        self.measured: Acceptance | None = None
+        self.seconds = 0.0  # of earlier parts of a resumed run
+
+    def go(self) -> TrainResult:
+        from tqdm import tqdm
+
+        settings = self.settings
+        self.accelerator.wait_for_everyone()  # all have looked at the folder
+        self.output.mkdir(parents=True, exist_ok=True)
+        if settings.resume:
+            self._load_checkpoint()
+        end = settings.steps if settings.stop_after is None else settings.stop_after
+        end = min(end, settings.steps)
+        main = self.accelerator.is_main_process
+        started, tokens = time.monotonic(), 0
+        bar = tqdm(total=settings.steps, initial=self.step, unit="step", disable=not main)
+        # On the device: read when it is logged, since reading waits for the GPU.
+        sums = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
+        if self.step == 0:
+            self._measure(bar)
+        while self.step < end:
+            lr = settings.lr_at(self.step)
+            sums += self._optimizer_step(lr)
+            self.step += 1
+            tokens += settings.batch_size * settings.context
+            bar.update(1)
+            if self.step % settings.log_every == 0 or self.step == end:
+                elapsed = time.monotonic() - started
+                self._log_losses(bar, sums, lr, tokens / elapsed, self.seconds + elapsed)
+                sums.zero_()
+            if self.step % settings.eval_every == 0 or self.step == settings.steps:
+                self._measure(bar)
+            if self.step % settings.save_every == 0 and self.step < end:
+                self._save_checkpoint(self.seconds + time.monotonic() - started)
+        bar.close()
+        self._save_checkpoint(self.seconds + time.monotonic() - started)
+        adapter = None
+        if self.step == settings.steps:
+            adapter = self._finish()
+        self._plot()
+        self.accelerator.wait_for_everyone()
+        return TrainResult(adapter, self.step, self.measured)
+
+    def _optimizer_step(self, lr: float) -> torch.Tensor:
+        """One update; returns the sums of loss, TV, CE, KL and their count."""
+        settings, accelerator = self.settings, self.accelerator
+        block_size = settings.block_size_at(self.step)
+        # Of this step alone, and the same whatever the number of processes.
+        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
+        first = self.step * settings.batch_size
+        order = row_order(len(self.rows), settings.seed, range(first, first + settings.batch_size))
+        everything = self.rows.rows(order, torch.device("cpu"))
+        offsets = draw_offsets(everything.documents, block_size, generator)
+        noise = draw_noise((len(order), settings.context), *self.noise_range, generator)
+        seeds = block_seeds(everything.documents, everything.positions, offsets, block_size)
+        mine = range(
+            accelerator.process_index * settings.micro_batch_size,
+            len(order),
+            accelerator.num_processes * settings.micro_batch_size,
+        )
+        device = accelerator.device
+        total = torch.zeros(5, dtype=torch.float64, device=device)
+        set_learning_rate(self.optimizer, lr)
+        for number, start in enumerate(mine):
+            part = torch.arange(start, start + settings.micro_batch_size)
+            used = learning_rows(seeds[part], everything.trained[part])
+            with _sync(accelerator, self.wrapped, number == len(mine) - 1):
+                loss, means = self.wrapped(
+                    everything.rows(part, device),
+                    seeds[part].to(device),
+                    noise[part].to(device),
+                    used.to(device),
+                    settings.loss_weights,
+                )
+                accelerator.backward(loss / len(mine))
+            total += torch.cat([loss.detach().view(1), means, torch.ones_like(means[:1])])
+        torch.nn.utils.clip_grad_norm_(self.trained_parameters, settings.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def _log_losses(
+        self, bar: Any, sums: torch.Tensor, lr: float, rate: float, seconds: float
+    ) -> None:
+        loss, tv, ce, kl = (sums[:4] / sums[4]).tolist()
+        shown = {"loss": f"{loss:.4f}", "tok/s": f"{rate:.0f}"}
+        if self.measured is not None:
+            shown["tau"] = f"{self.measured.tau:.2f}"
+            shown["acc"] = "/".join(f"{a:.2f}" for a in self.measured.per_position)
+        bar.set_postfix(shown)
+        self._log(
+            step=self.step,
+            block_size=self.settings.block_size_at(self.step - 1),
+            loss=loss,
+            tv=tv,
+            ce=ce,
+            kl=kl,
+            lr=lr,
+            tokens_per_second=rate,
+            seconds=seconds,
+        )
+
+    def _measure(self, bar: Any) -> None:
+        """Acceptance on held-out text, by the main process."""
+        if not self.accelerator.is_main_process:
+            return
+        self.measured = measure(
+            self.model,
+            self.heldout,
+            max(self.settings.block_sizes),
+            self.noise_range,
+            1.0,
+            micro_batch=self.settings.micro_batch_size,
+            device=self.accelerator.device,
+        )
+        self._log(
+            step=self.step, tau=self.measured.tau, acceptance=list(self.measured.per_position)
+        )
+
+    def _log(self, **entry: Any) -> None:
+        if self.accelerator.is_main_process:
+            with (self.output / LOG).open("a") as log:
+                log.write(json.dumps(entry) + "\n")
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {
+            name: p.detach().cpu() for name, p in self.model.named_parameters() if p.requires_grad
+        }
+
+    def _save_checkpoint(self, seconds: float) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        folder = self.output / f"{CHECKPOINT}.partial"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        measured = self.measured
+        state = {
+            "step": self.step,
+            "seconds": seconds,
+            "adapter": self._state(),
+            "optimizer": self.optimizer.state_dict(),
+            "measured": None
+            if measured is None
+            else (measured.block_size, measured.per_position, measured.cycles),
+            "log_bytes": (self.output / LOG).stat().st_size if (self.output / LOG).exists() else 0,
+        }
+        torch.save(state, folder / "state.pt")
+        (folder / "settings.json").write_text(json.dumps(self.settings.fixed(), indent=1))
+        # Never a moment without a whole checkpoint: the old one steps aside first.
+        old, new = self.output / f"{CHECKPOINT}.old", self.output / CHECKPOINT
+        shutil.rmtree(old, ignore_errors=True)
+        if new.exists():
+            os.rename(new, old)
+        os.rename(folder, new)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _load_checkpoint(self) -> None:
+        state = torch.load(
+            self.output / CHECKPOINT / "state.pt", map_location="cpu", weights_only=True
+        )
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, value in state["adapter"].items():
+                parameters[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        if state["measured"] is not None:
+            self.measured = Acceptance(*state["measured"])
+        if self.accelerator.is_main_process and (self.output / LOG).exists():
+            # Lines after the checkpoint are written again.
+            os.truncate(self.output / LOG, state["log_bytes"])
+
+    def _finish(self) -> Path:
+        """The adapter as a PEFT folder with our metadata; the checkpoint goes."""
+        if self.accelerator.is_main_process:
+            settings = self.settings
+            self.model.peft_model.save_pretrained(self.output)
+            metadata = {
+                "noise_low": self.noise_range[0],
+                "mask_token_id": self.noise_range[1],
+                "block_sizes": settings.block_sizes,
+                "base_model": settings.model,
+                "revision": settings.revision,
+            }
+            (self.output / METADATA_FILE).write_text(json.dumps(metadata, indent=1) + "\n")
+            (self.output / "settings.json").write_text(
+                json.dumps(settings.fixed(), indent=1) + "\n"
+            )
+            shutil.rmtree(self.output / CHECKPOINT)
+        return self.output
+
+    def _plot(self) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        from vllm_uno.train.plots import plot_training
+
+        plot_training(self.output / LOG, self.output / PLOT)
+
+
+def _sync(accelerator: Any, model: Any, last: bool) -> Any:
+    """Gradients are exchanged with the last of a step's passes only."""
+    return nullcontext() if last else accelerator.no_sync(model)
