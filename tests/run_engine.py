@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1")
     parser.add_argument("--adapter-seed", type=int, default=0)
+    parser.add_argument("--bundled", action="store_true", help="the bundled model and adapter")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--cache", default=None, help="VLLM_CACHE_ROOT")
@@ -49,10 +50,16 @@ def arguments() -> argparse.Namespace:
 def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
     from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
 
-    folder = args.work / f"model-{args.name}"
-    # Sharper than the CPU tests' model, or bf16 would tie the best two tokens.
-    model = write_tiny_model(folder, vocab_size=VOCAB, std=0.04, dtype=args.dtype)
-    adapter = write_random_adapter(args.work / f"a-{args.name}", model, seed=args.adapter_seed)
+    if args.bundled:
+        from vllm_uno.bundled import bundled_model
+
+        model = bundled_model()
+        adapter = model / "adapter"
+    else:
+        folder = args.work / f"model-{args.name}"
+        # Sharper than the CPU tests' model, or bf16 would tie the best two tokens.
+        model = write_tiny_model(folder, vocab_size=VOCAB, std=0.04, dtype=args.dtype)
+        adapter = write_random_adapter(args.work / f"a-{args.name}", model, seed=args.adapter_seed)
     settings: dict[str, Any] = {}
     if args.method == "uno":
         settings["speculative_config"] = {
@@ -176,7 +183,7 @@ def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None
     block = llm.collective_rpc(draft_block_size)[0]
     llm.collective_rpc(start_recording)
     worst = worst_row0 = moved = 0.0
-    for prompt in make_prompts(VOCAB)[2:5]:
+    for prompt in make_prompts(llm.llm_engine.model_config.get_vocab_size())[2:5]:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         llm.collective_rpc(take_records)
         out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]

@@ -26,11 +26,12 @@ from vllm_uno.train.blocks import (
 from vllm_uno.train.data import (
     DataError,
     Sample,
-    encode,
     load_samples,
     pack,
+    render,
     row_order,
     split_heldout,
+    tokenize,
 )
 from vllm_uno.train.losses import LossWeights, distillation_loss
 from vllm_uno.train.model import ModelError, NoisedModel, add_adapter, load_model, noise_high
@@ -378,23 +379,29 @@ def test_every_row_once_an_epoch_in_an_order_of_its_own() -> None:
 
 def test_texts_and_chats(model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    text = encode({"text": "one two"}, tokenizer, "here")
-    assert text.ids[-1] == tokenizer.eos_token_id and text.generated == [False] + [True] * (
-        len(text.ids) - 1
-    )
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     turns = [("user", "a b"), ("assistant", "c d"), ("user", "e"), ("assistant", "f g h")]
-    chat = encode({"messages": [{"role": r, "content": c} for r, c in turns]}, tokenizer, "here")
-    written = [i for i, g in zip(chat.ids, chat.generated, strict=True) if g]
-    assert tokenizer.decode(written) == "c d;f g h;"
+    records: list[dict[str, Any]] = [
+        {"messages": [{"role": r, "content": c} for r, c in turns]},
+        {"text": "one two"},
+        {"messages": [{"role": r, "content": c} for r, c in turns[:2]]},
+    ]
+    documents = [render(record, tokenizer, "here") for record in records]
+    chat, text, short = tokenize(documents, tokenizer)
+    assert text.ids[-1] == tokenizer.eos_token_id and tokenizer.decode(text.ids[:-1]) == "one two"
+    assert text.generated == [False] + [True] * (len(text.ids) - 1)
+    for found, expected in ((chat, "c d;f g h;"), (short, "c d;")):
+        written = [i for i, g in zip(found.ids, found.generated, strict=True) if g]
+        assert tokenizer.decode(written) == expected
+    assert tokenizer.decode(short.ids) == "<user>a b;<assistant>c d;"
     with pytest.raises(DataError, match="here: no assistant turn"):
-        encode({"messages": [{"role": "user", "content": "x"}]}, tokenizer, "here")
+        render({"messages": [{"role": "user", "content": "x"}]}, tokenizer, "here")
     for bad in ({}, {"text": 3}, {"text": ""}):
         with pytest.raises(DataError, match="here: "):
-            encode(bad, tokenizer, "here")
+            render(bad, tokenizer, "here")
 
 
 def test_noise_ends_at_the_mask_token(model: Path) -> None:

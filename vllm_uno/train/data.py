@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,49 +100,99 @@ def read_records(source: str, split: str = "train") -> Iterator[tuple[str, dict[
         yield f"{source}[{number}]", record
 
 
-def encode(record: dict[str, Any], tokenizer: Any, place: str) -> Sample:
-    """Token ids of a record.
+@dataclass(frozen=True)
+class Document:
+    """A record as text.
 
-    `text` gets the tokenizer's usual special tokens and, if it has one, the end token;
-    `messages` go through the chat template, and the assistant's turns are `generated`.
-
-    Raises:
-        DataError: neither field, an empty one, or no chat template.
+    Attributes:
+        text: all of it.
+        spans: (start, end) in characters of what a model would have generated; None for a plain
+            text, of which the first token alone is given.
+        place: where it stood, for messages.
 
     """
-    if isinstance(record.get("messages"), list):
-        return _encode_chat(record["messages"], tokenizer, place)
-    text = record.get("text")
-    if not isinstance(text, str):
-        raise DataError(f"{place}: neither `text` (a string) nor `messages` (a list)")
-    ids = list(tokenizer(text)["input_ids"])
-    if tokenizer.eos_token_id is not None and ids and ids[-1] != tokenizer.eos_token_id:
-        ids.append(tokenizer.eos_token_id)
-    if not text or len(ids) < 2:
-        raise DataError(f"{place}: the text is empty")
-    return Sample(ids, [False] + [True] * (len(ids) - 1))
+
+    text: str
+    spans: tuple[tuple[int, int], ...] | None
+    place: str
 
 
-def _encode_chat(messages: list[Any], tokenizer: Any, place: str) -> Sample:
+def render(record: dict[str, Any], tokenizer: Any, place: str) -> Document:
+    """The text of a record: `text` as it is, `messages` through the chat template.
+
+    Raises:
+        DataError: neither field, an empty one, no chat template, or no assistant turn.
+
+    """
+    if not isinstance(record.get("messages"), list):
+        text = record.get("text")
+        if not isinstance(text, str):
+            raise DataError(f"{place}: neither `text` (a string) nor `messages` (a list)")
+        if not text:
+            raise DataError(f"{place}: the text is empty")
+        return Document(text, None, place)
     if not tokenizer.chat_template:
         raise DataError(f"{place}: `messages` needs a chat template, and the tokenizer has none")
+    messages = record["messages"]
 
-    def ids_of(some: list[Any], prompt: bool) -> list[int]:
-        text = tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    def written(some: list[Any], prompt: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt)
+        )
 
-    ids = ids_of(messages, False)
-    generated = [False] * len(ids)
+    text = written(messages, False)
+    spans = []
     for turn, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        start, end = ids_of(messages[:turn], True), ids_of(messages[: turn + 1], False)
+        start = written(messages[:turn], True)
+        end = text if turn + 1 == len(messages) else written(messages[: turn + 1], False)
         # Templates that rewrite earlier turns (dropped thoughts) leave only the last one whole.
-        if ids[: len(start)] == start and ids[: len(end)] == end:
-            generated[len(start) : len(end)] = [True] * (len(end) - len(start))
-    if not any(generated):
+        if text.startswith(start) and text.startswith(end):
+            spans.append((len(start), len(end)))
+    if not spans:
         raise DataError(f"{place}: no assistant turn to train on")
+    return Document(text, tuple(spans), place)
+
+
+def tokenize(documents: Sequence[Document], tokenizer: Any) -> list[Sample]:
+    """Token ids of documents; a plain text gets the usual special tokens and the end token.
+
+    Raises:
+        DataError: a tokenizer without character offsets, or a text of one token.
+
+    """
+    if not tokenizer.is_fast:
+        raise DataError(f"{type(tokenizer).__name__} gives no character offsets: use a fast one")
+    found: dict[int, Sample] = {}
+    for plain in (True, False):  # special tokens are added to plain texts only
+        chosen = [i for i, d in enumerate(documents) if (d.spans is None) == plain]
+        if not chosen:
+            continue
+        encoded = tokenizer(
+            [documents[i].text for i in chosen],
+            add_special_tokens=plain,
+            return_offsets_mapping=True,
+        )
+        for i, ids, offsets in zip(
+            chosen, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            found[i] = _sample(documents[i], list(ids), offsets, tokenizer.eos_token_id)
+    return [found[i] for i in range(len(documents))]
+
+
+def _sample(document: Document, ids: list[int], offsets: Any, end_id: int | None) -> Sample:
+    if document.spans is None:
+        if end_id is not None and ids and ids[-1] != end_id:
+            ids.append(end_id)
+        if len(ids) < 2:
+            raise DataError(f"{document.place}: a text of one token")
+        return Sample(ids, [False] + [True] * (len(ids) - 1))
+    generated = [any(start <= first < end for start, end in document.spans) for first, _ in offsets]
     return Sample(ids, generated)
+
+
+_TOKENIZED_AT_ONCE = 4096
 
 
 def load_samples(source: str, tokenizer: Any, context: int, split: str = "train") -> list[Sample]:
@@ -151,15 +202,18 @@ def load_samples(source: str, tokenizer: Any, context: int, split: str = "train"
         DataError: nothing there, or a sample longer than `context`.
 
     """
-    samples = []
-    for place, record in read_records(source, split):
-        sample = encode(record, tokenizer, place)
-        if len(sample.ids) > context:
-            raise DataError(
-                f"{place}: {len(sample.ids)} tokens, longer than context={context}. Raise "
-                f"context, or split or drop such samples."
-            )
-        samples.append(sample)
+    samples: list[Sample] = []
+    records = read_records(source, split)
+    while chunk := list(itertools.islice(records, _TOKENIZED_AT_ONCE)):
+        documents = [render(record, tokenizer, place) for place, record in chunk]
+        tokenized = tokenize(documents, tokenizer)
+        for document, sample in zip(documents, tokenized, strict=True):
+            if len(sample.ids) > context:
+                raise DataError(
+                    f"{document.place}: {len(sample.ids)} tokens, longer than context={context}. "
+                    f"Raise context, or split or drop such samples."
+                )
+        samples += tokenized
     if not samples:
         raise DataError(f"{source} holds no samples")
     return samples

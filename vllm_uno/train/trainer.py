@@ -345,7 +345,14 @@ class _Run:
         """The adapter as a PEFT folder with our metadata; the checkpoint goes."""
         if self.accelerator.is_main_process:
             settings = self.settings
-            self.model.peft_model.save_pretrained(self.output)
+            # In the base model's dtype, as engines load it.
+            dtype = getattr(torch, settings.dtype)
+            state = {
+                name: p.detach().to(dtype)
+                for name, p in self.model.peft_model.named_parameters()
+                if p.requires_grad
+            }
+            self.model.peft_model.save_pretrained(self.output, state_dict=state)
             metadata = {
                 "noise_low": self.noise_range[0],
                 "mask_token_id": self.noise_range[1],

@@ -1,0 +1,60 @@
+"""Train the UNO adapter of the bundled model, as it was trained (one H200: docs/training.md).
+
+    python examples/bundled_model/train_base.py --out out/model
+    python examples/bundled_model/train_adapter.py --model out/model --output out/model/adapter
+
+The text is the generator's, on which the base model itself was trained: it writes alike. Other
+flags are those of `vllm-uno train`; what is set here is set again by giving it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from vllm_uno import cli
+from vllm_uno.bundled import problems
+
+# For 5 million parameters; the released 8B recipe has smaller steps and many more of them.
+RECIPE = {
+    "context": "512",
+    "block_sizes": ["2", "4", "8", "16"],
+    "steps": "4000",
+    "batch_size": "64",
+    "micro_batch_size": "64",
+    "rank": "64",
+    "scale": "2",
+    "lr": "2e-3",
+    "schedule": "cosine",
+    "warmup_steps": "50",
+    "noise_low": "4",  # the first four ids are the special tokens
+    "heldout_samples": "256",
+    "eval_every": "500",
+    "save_every": "1000",
+    "log_every": "20",
+    "attention": "sdpa",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--problems", type=int, default=60_000, help="to train on")
+    parser.add_argument("--wording", choices=("varied", "fixed"), default="varied")
+    args, rest = parser.parse_known_args()
+    flags: list[str] = []
+    for name, value in RECIPE.items():
+        if f"--{name}" not in rest:
+            flags += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for split, count in (("train", args.problems), ("test", int(RECIPE["heldout_samples"]))):
+            path = Path(folder, f"{split}.jsonl")
+            problems.write_records(path, split, count, wording=args.wording)
+            paths.append(str(path))
+        data = ["--data", paths[0], "--heldout", paths[1]]
+        return cli.main(["train", *data, *flags, *rest])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
