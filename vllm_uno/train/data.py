@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_uno.train.blocks import PADDING
@@ -188,7 +190,11 @@ def _sample(document: Document, ids: list[int], offsets: Any, end_id: int | None
         if len(ids) < 2:
             raise DataError(f"{document.place}: a text of one token")
         return Sample(ids, [False] + [True] * (len(ids) - 1))
-    generated = [any(start <= first < end for start, end in document.spans) for first, _ in offsets]
+    firsts = [first for first, _ in offsets]
+    generated = [False] * len(ids)
+    for start, end in document.spans:
+        span = slice(bisect_left(firsts, start), bisect_left(firsts, end))
+        generated[span] = [True] * (span.stop - span.start)
     return Sample(ids, generated)
 
 
@@ -237,21 +243,20 @@ def pack(samples: Sequence[Sample], context: int) -> PackedRows:
             free = context
         rows[-1].append(sample)
         free -= len(sample.ids)
-    ids = torch.zeros(len(rows), context, dtype=torch.int32)
-    documents = torch.full((len(rows), context), PADDING, dtype=torch.int16)
-    positions = torch.zeros(len(rows), context, dtype=torch.int32)
-    trained = torch.zeros(len(rows), context, dtype=torch.bool)
+    shape = (len(rows), context)
+    ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    documents = np.full(shape, PADDING, np.int16)
+    trained = np.zeros(shape, np.bool_)
     for at, row in enumerate(rows):
         start = 0
         for number, sample in enumerate(row):
-            length = len(sample.ids)
-            span = slice(start, start + length)
-            ids[at, span] = torch.tensor(sample.ids, dtype=torch.int32)
-            documents[at, span] = number
-            positions[at, span] = torch.arange(length, dtype=torch.int32)
-            trained[at, start : start + length - 1] = torch.tensor(sample.generated[1:])
-            start += length
-    return PackedRows(ids, documents, positions, trained)
+            end = start + len(sample.ids)
+            ids[at, start:end] = sample.ids
+            documents[at, start:end] = number
+            positions[at, start:end] = np.arange(end - start)
+            trained[at, start : end - 1] = sample.generated[1:]
+            start = end
+    return PackedRows(*map(torch.from_numpy, (ids, documents, positions, trained)))
 
 
 def row_order(count: int, seed: int, needed: Iterable[int]) -> torch.Tensor:
