@@ -1,0 +1,276 @@
+"""benchmarks/: going on after a break, what is counted, the comparisons; with a made-up engine."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import math_eval
+import quality
+import runner
+from runner import Job, Outcome, Problem, Sampling, Setup, UsageError, figures, run
+
+PROBLEMS = [Problem(f"bundled/{n}", f"What is {n}?", str(n)) for n in range(20)]
+PLAIN = Setup(model="none", concurrency=1)  # 8 requests a batch
+UNO = Setup(model="none", concurrency=1, uno={"method": "uno"})
+SAMPLING = Sampling(max_tokens=50)
+
+
+class FakeEngine:
+    """Answers even numbers rightly with 11 tokens in a second; drafts 2 cycles a request."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.asked: list[str] = []
+        self.breaks_at = breaks_at
+        self.cycles = 0
+
+    def chat(self, chats: Sequence[Any], params: Sequence[Any], **_: Any) -> list[Any]:
+        if params[0].max_tokens < SAMPLING.max_tokens:
+            self.cycles += 1000  # the warm-up: counts nowhere
+            return []
+        outputs = []
+        for chat in chats:
+            number = int(chat[0]["content"].removeprefix("What is ").removesuffix("?"))
+            if number == self.breaks_at:
+                raise KeyboardInterrupt
+            self.asked.append(f"bundled/{number}")
+            answer = SimpleNamespace(
+                text=f"The answer is {number if number % 2 == 0 else -1}.",
+                token_ids=list(range(11)),
+                finish_reason="stop",
+            )
+            times = SimpleNamespace(first_token_ts=1.0, last_token_ts=2.0)
+            outputs.append(SimpleNamespace(outputs=[answer], metrics=times))
+            self.cycles += 2
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def collective_rpc(self, _: Any, args: tuple[bool]) -> list[dict[str, Any]]:
+        cycles, self.cycles = self.cycles, 0
+        assert args == (True,)
+        return [
+            {
+                "cycles": cycles,
+                "emitted": 5 * cycles,
+                "proposed": [cycles, cycles],
+                "accepted": [cycles, cycles // 2],
+            }
+        ]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """start(engine): the next engine that runs; without one, starting an engine is an error."""
+    waiting: list[FakeEngine] = []
+
+    @contextmanager
+    def start_engine(setup: Setup, name: str) -> Iterator[FakeEngine]:
+        yield waiting.pop()
+
+    monkeypatch.setattr(runner, "start_engine", start_engine)
+
+    def start(engine: FakeEngine) -> FakeEngine:
+        waiting.append(engine)
+        return engine
+
+    return start
+
+
+def test_goes_on_after_a_break(start: Any, tmp_path: Path) -> None:
+    job = Job(tmp_path / "uno.jsonl", PROBLEMS, SAMPLING)
+    first = start(FakeEngine(breaks_at=12))
+    with pytest.raises(KeyboardInterrupt):
+        run(UNO, [job], "uno")
+    with job.file.open("a") as out:
+        out.write('{"results": [{"id": "bundled/8"')  # cut off while writing
+    second = start(FakeEngine())
+    (outcome,) = run(UNO, [job], "uno")
+    # Eight of the first engine's are kept, its counters with them.
+    assert first.asked[:8] + second.asked == [p.id for p in PROBLEMS]
+    found = figures(outcome)
+    assert found["requests"] == 20
+    assert found["accuracy"] == 0.5
+    assert found["cycles"] == 40
+    assert (found["tau"], found["tpf"], found["acceptance"]) == (5.0, 2.5, [1.0, 0.5])
+    # Speeds: the second call's alone.
+    assert found["this_call"]["requests"] == 12
+    assert found["this_call"]["tokens"] == 12 * 11
+    assert found["tokens_per_s_per_request"] == 10
+
+    (again,) = run(UNO, [job], "uno")  # starts no engine
+    assert again.results == outcome.results
+    found = figures(again)
+    assert (found["tau"], found["tokens_per_s"], found["this_call"]["requests"]) == (5.0, None, 0)
+
+
+def test_other_settings_are_refused_by_name(start: Any, tmp_path: Path) -> None:
+    job = Job(tmp_path / "plain.jsonl", PROBLEMS, SAMPLING)
+    start(FakeEngine())
+    run(PLAIN, [job], "plain")
+    other = Setup(model="none", concurrency=2)
+    with pytest.raises(UsageError, match=r"concurrency: 1 there, 2 now\).*another --out"):
+        run(other, [job], "plain")
+    with pytest.raises(UsageError, match=r"problems: '[0-9a-f]+' there"):
+        run(PLAIN, [Job(job.file, PROBLEMS[:5], SAMPLING)], "plain")
+
+
+def test_retrained_weights_are_other_settings(start: Any, tmp_path: Path) -> None:
+    weights = tmp_path / "model" / "adapter" / "adapter_model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"a" * 100)
+    setup = Setup(model=str(tmp_path / "model"), concurrency=1, uno={"method": "uno"})
+    job = Job(tmp_path / "uno.jsonl", PROBLEMS[:1], SAMPLING)
+    start(FakeEngine())
+    run(setup, [job], "uno")
+    weights.write_bytes(b"b" * 100)
+    with pytest.raises(UsageError, match="adapter_weights"):
+        run(setup, [job], "uno")
+
+
+def test_samples_have_seeds_of_their_own(start: Any, tmp_path: Path) -> None:
+    sampling = Sampling(max_tokens=50, temperature=1.0, samples=3)
+    job = Job(tmp_path / "plain.jsonl", PROBLEMS, sampling)
+    engine = start(FakeEngine())
+    (outcome,) = run(PLAIN, [job], "plain")
+    assert engine.asked == 3 * [p.id for p in PROBLEMS]
+    assert figures(outcome)["requests"] == 60
+    # The samples of a problem agree here: three of one are worth no more than one.
+    alone = start(FakeEngine())
+    (once,) = run(PLAIN, [Job(tmp_path / "once.jsonl", PROBLEMS, SAMPLING)], "plain")
+    assert len(alone.asked) == 20
+    error = figures(once)["accuracy_error"]
+    assert figures(outcome)["accuracy_error"] == pytest.approx(error)
+    assert error == pytest.approx((0.25 / 19) ** 0.5)
+    seeds = {runner._request_seed(s, p.id, k) for s in (0, 1) for p in PROBLEMS for k in range(3)}
+    assert len(seeds) == 2 * 20 * 3
+
+
+def test_bundled_problems_are_asked_as_they_are() -> None:
+    assert runner.prompt(PROBLEMS[1]) == "What is 1?"
+    assert "\\boxed{}" in runner.prompt(Problem("gsm8k/1", "What is 1?", "1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"id": 1, "problem": "?"}\n', "line 1.*'answer'.*prepare"),
+        ("\nnothing\n", "line 2"),
+        ("[]\n", "line 1"),
+        ("", "no problems"),
+        (2 * '{"id": 1, "problem": "?", "answer": 2}\n', "same id"),
+    ],
+)
+def test_bad_problem_files(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        runner.read_problems(file)
+
+
+def test_prepare_and_refusals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "problems.jsonl"
+    assert math_eval.main(["prepare", "--set", "bundled", "--count", "3", "--out", str(file)]) == 0
+    problems = runner.read_problems(file)
+    assert [p.id for p in problems] == ["bundled/0", "bundled/1", "bundled/2"]
+    assert all(int(p.answer) >= 0 for p in problems)
+
+    common = ["run", "--model", "none", "--out", str(tmp_path), "--problems"]
+    assert math_eval.main([*common, str(tmp_path / "none.jsonl")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert math_eval.main([*common, str(file), "--samples-per-problem", "2"]) == 2
+    assert "--temperature" in capsys.readouterr().err
+    for option in ("--tree-top-k", "--nodes"):
+        with pytest.raises(SystemExit):
+            math_eval.main([*common, str(file), option, "4"])
+        assert "tree mode is not built yet" in capsys.readouterr().err
+
+    datasets = pytest.importorskip("datasets", reason='needs pip install "vllm-uno[eval]"')
+
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert math_eval.main(["prepare", "--set", "gsm8k", "--out", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "openai/gsm8k (configuration main, split test" in error and "no hub" in error
+
+    rows = [{"question": "Six times seven?", "answer": "6 * 7 = 42\n#### 42"}] * 2
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    assert math_eval.prepare("gsm8k", 1) == [Problem("gsm8k/0", "Six times seven?", "42")]
+
+
+def outcome(correct: Sequence[bool], digests: Sequence[str]) -> Outcome:
+    pairs = enumerate(zip(correct, digests, strict=True))
+    return Outcome({(str(n), 0): {"correct": c, "digest": d} for n, (c, d) in pairs})
+
+
+def test_comparisons() -> None:
+    one = outcome([True, True, False, False], ["a", "b", "c", "d"])
+    two = outcome([True, False, True, True], ["a", "b", "c", "e"])
+    assert quality.identical(one, two) == 0.75
+    found = quality.paired(one, two)
+    assert (found["difference"], found["lost"], found["won"]) == (0.25, 1, 2)
+    low, high = found["difference_95"]
+    assert low < 0 < 0.25 < high
+
+
+def test_mcnemar_and_interval() -> None:
+    assert quality.mcnemar(0, 0) == 1.0
+    assert quality.mcnemar(0, 6) == pytest.approx(2 / 64)
+    assert quality.mcnemar(6, 0) == quality.mcnemar(0, 6)
+    assert quality.mcnemar(3, 3) == 1.0
+    low, high = quality.difference_interval(0, 0, 100)
+    assert low == -high and 0 < high < 0.03  # it has a width where nothing changed
+    low, high = quality.difference_interval(10, 30, 1000)
+    assert 0 < low < 0.02 < high
+
+
+def test_the_seeds_of_quality_differ(tmp_path: Path) -> None:
+    args = quality.parse_args(["--out", str(tmp_path), "--model", "m", "--block-sizes", "2,4"])
+    setups = quality.engines(args)
+    assert list(setups) == ["plain", "plain again", "UNO B=2", "UNO B=4"]
+    seeds = [quality.jobs(args, name, PROBLEMS)[1].sampling.seed for name in setups]
+    assert seeds == [0, 1, 2, 2]
+    files = {job.file for name in setups for job in quality.jobs(args, name, PROBLEMS)}
+    assert len(files) == 8
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='needs pip install "vllm-uno[bench]"')
+    plain = {"accuracy": 0.5, "accuracy_error": 0.1, "acceptance": None, "tau": None}
+    uno = {"accuracy": 0.5, "accuracy_error": None, "acceptance": [1.0, None], "tau": 2.0}
+    report = {
+        "plain": dict.fromkeys(quality.MODES, plain),
+        "UNO": dict.fromkeys(quality.MODES, uno),
+    }
+    json.dumps(report, allow_nan=False)
+    quality.plot(report, tmp_path / "q.png")
+    assert (tmp_path / "q.png").stat().st_size > 1000
+
+
+def test_lm_eval_problems(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason='needs pip install "vllm-uno[eval]"')
+    import importlib.util
+
+    file = Path(runner.__file__).parent / "lm_eval_tasks" / "uno_bundled" / "utils.py"
+    spec = importlib.util.spec_from_file_location("uno_bundled_utils", file)
+    assert spec is not None and spec.loader is not None
+    utils = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(utils)
+    line = {"messages": [{"role": "user", "content": "Q?"}], "answer": "42"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
+    loaded = utils.load_problems(problems=str(tmp_path / "p.jsonl"), pretrained="m", version=1.0)
+    assert loaded["test"].to_list() == [{"question": "Q?", "answer": "42"}]
+    with pytest.raises(ValueError, match="--metadata"):
+        utils.load_problems(version=1.0)
