@@ -1,6 +1,6 @@
 """Plain vLLM and UNO side by side, on a CPU as on a GPU: `python -m vllm_uno.demo`.
 
-    make demo                                                a tiny random model, on the CPU
+    make demo                                                the bundled model, on the CPU
     python -m vllm_uno.demo --model Qwen/Qwen3-8B            a real one, on a GPU
 
 Greedy outputs are compared token by token; the exit status is 1 where they differ. Then the same
@@ -15,13 +15,11 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 import textwrap
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_uno.vllm_hooks.cpu_interpreter import SWITCH, is_cpu_build
@@ -32,11 +30,12 @@ if TYPE_CHECKING:
     from vllm_uno.metrics import DraftStats
 
 PROMPTS = ("Once upon a time", "The capital of France is", "def fibonacci(n):")
+_PROBLEMS = 3  # of the bundled model, where no prompts are given
 _MAX_MODEL_LEN = 1024
 _SAMPLES = 2  # continuations of each prompt at temperature 1
 
 
-def prepare_environment(on_cpu: bool, tiny: bool) -> None:
+def prepare_environment(on_cpu: bool, small: bool) -> None:
     """Set what vLLM and torch read when they are imported; what the user has set stays."""
     quiet = {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -47,7 +46,7 @@ def prepare_environment(on_cpu: bool, tiny: bool) -> None:
     if on_cpu:
         # One process: it starts sooner.
         engine = {SWITCH: "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        if tiny:  # small tensors: a second thread mostly waits for the first
+        if small:  # small tensors: a second thread mostly waits for the first
             engine |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     else:
         # A process for each engine: its GPU memory is free for the next one. Its counters are
@@ -65,17 +64,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_uno.demo", description="Plain vLLM and UNO side by side."
     )
-    parser.add_argument("--model", help="folder or hub id (default: a tiny random model)")
+    parser.add_argument("--model", help="folder or hub id (default: the bundled model)")
     parser.add_argument(
         "--adapter",
         metavar="PATH",
-        help="UNO adapter, folder or hub id with an optional :subfolder (default: with --model the "
-        "one UNO finds for it, else a random one)",
+        help="UNO adapter, folder or hub id with an optional :subfolder (default: the "
+        "one UNO finds for the model)",
     )
     parser.add_argument("--block-size", type=int, default=8, help="B (default: %(default)s)")
-    parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), metavar="TEXT")
     parser.add_argument(
-        "--max-tokens", type=int, default=24, help="per prompt (default: %(default)s)"
+        "--prompts",
+        nargs="+",
+        metavar="TEXT",
+        help="to complete; the bundled model answers them (default: some of its problems)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, help="per prompt (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     if args.adapter and not args.model:
@@ -89,72 +93,64 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     on_cpu = is_cpu_build()
-    prepare_environment(on_cpu, tiny=args.model is None)
-    with tempfile.TemporaryDirectory(prefix="vllm-uno-demo-") as folder:
-        return _run(args, on_cpu, Path(folder))
-
-
-def _run(args: argparse.Namespace, on_cpu: bool, folder: Path) -> int:
-    tiny = args.model is None
+    bundled = args.model is None
+    prepare_environment(on_cpu, small=bundled)
     settings: dict[str, Any] = {
         "model": args.model,
         "max_model_len": _MAX_MODEL_LEN,
-        "max_num_seqs": max(16, _SAMPLES * len(args.prompts)),
+        "max_num_seqs": 16,
         # Compiling takes a CPU longer than the whole demo.
-        "enforce_eager": on_cpu or tiny,
+        "enforce_eager": on_cpu or bundled,
         "use_tqdm_on_load": False,
     }
     uno: dict[str, Any] = {"method": "uno", "num_speculative_tokens": args.block_size}
     if args.adapter:
         uno["uno_lora_path"] = args.adapter
-    if tiny:
-        from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
+    prompts = args.prompts or list(PROMPTS)
+    shown = prompts
+    if bundled:
+        from vllm_uno.bundled import as_chat, bundled_model, problems
 
-        model = write_tiny_model(folder / "model")
-        uno["uno_lora_path"] = str(write_random_adapter(folder / "adapter", model))
-        settings |= {"model": str(model), "dtype": "float32"}
+        # In fp32: outputs are compared token by token.
+        settings |= {"model": str(bundled_model()), "dtype": "float32"}
+        shown = args.prompts or [p.question for p in problems.generate("test", _PROBLEMS)]
+        prompts = [as_chat(text) for text in shown]
         print(
-            "The embedded model is tiny and RANDOM (untrained), and so is its adapter: the text is "
-            "made-up\nsyllables. This shows that the output is the same and what is counted, not "
-            "what a trained\nadapter accepts and not any speed."
+            "The bundled model has 5 million parameters and answers word problems, nothing else. "
+            "This\nshows that the output is the same and how many drafts of a trained adapter are "
+            "accepted, not\nany speed."
         )
     if on_cpu:
         print("On a CPU the Triton kernels run in an interpreter: it is for trying, and slow.")
-    print(f"\nmodel {args.model or '(embedded)'}, block size B = {args.block_size}", flush=True)
+    print(f"\nmodel {args.model or '(bundled)'}, block size B = {args.block_size}", flush=True)
 
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=tiny, logprobs=2)
-    sampled = SamplingParams(
-        temperature=1, max_tokens=args.max_tokens, ignore_eos=tiny, n=_SAMPLES, seed=0
-    )
+    greedy = SamplingParams(temperature=0, max_tokens=args.max_tokens, logprobs=2)
+    sampled = SamplingParams(temperature=1, max_tokens=args.max_tokens, n=_SAMPLES, seed=0)
     with _engine("plain vLLM", settings) as llm:
-        plain = _generate(llm, args.prompts, greedy)
+        plain = _generate(llm, prompts, greedy)
     with _engine("UNO", settings | {"speculative_config": uno}) as llm:
         from vllm_uno.inspect_engine import draft_stats
 
         draft_stats(llm, reset=True)
-        ours = _generate(llm, args.prompts, greedy)
+        ours = _generate(llm, prompts, greedy)
         greedy_stats = draft_stats(llm, reset=True)
-        _generate(llm, args.prompts, sampled)
+        _generate(llm, prompts, sampled)
         sampled_stats = draft_stats(llm)
 
-    same = _show_outputs(args.prompts, plain, ours)
-    print(f"\nGreedy: {same} of {len(args.prompts)} outputs are identical, token by token.")
+    same = _show_outputs(shown, plain, ours)
+    print(f"\nGreedy: {same} of {len(shown)} outputs are identical, token by token.")
     _show_stats("Greedy (temperature 0)", greedy_stats)
     _show_stats(f"Sampled (temperature 1, {_SAMPLES} continuations of each prompt)", sampled_stats)
     print(
         "\nA cycle is one draft pass and one verify pass. The first drafted token comes from the "
         "base\nmodel's own law, so it is always right; how many more are depends on the adapter."
-        + (
-            " Here it is\nrandom: sampled drafts still agree by chance, greedy ones hardly do."
-            * tiny
-        )
     )
-    if same == len(args.prompts):
+    if same == len(shown):
         return 0
     print("\nFAILED: UNO's greedy output differs from plain vLLM's.", file=sys.stderr)
-    if not tiny:
+    if not bundled:
         print(
             "In 16 bit two launches of plain vLLM can differ as well, where its two best tokens\n"
             "nearly tie (see the gaps above). VLLM_BATCH_INVARIANT=1 takes rounding out of it.",

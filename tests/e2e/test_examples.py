@@ -31,18 +31,28 @@ def run(*command: str) -> str:
 
 
 def test_demo() -> None:
-    out = run(
-        "-m", "vllm_uno.demo", "--max-tokens", "8", "--block-size", "3", "--prompts", "A", "B"
-    )
-    assert "RANDOM (untrained)" in out
-    assert out.count("same: yes, all 8 tokens") == 2
-    assert "Greedy: 2 of 2 outputs are identical" in out
+    out = run("-m", "vllm_uno.demo", "--block-size", "4")
+    assert out.count("same: yes, all ") == 3
+    assert "Greedy: 3 of 3 outputs are identical" in out
     greedy, sampled = out[out.index("Greedy (") :].split("Sampled (")
     for part in (greedy, sampled):
         rows = re.findall(r"^ +(\d) +(\d+) +(\d+) +([\d.]+)", part, re.MULTILINE)
-        assert [row[0] for row in rows] == ["1", "2", "3"]
+        assert [row[0] for row in rows] == ["1", "2", "3", "4"]
         assert rows[0][1] == rows[0][2] != "0", "the clean token is always right"
-        assert float(re.search(r"([\d.]+) tokens per cycle", part)[1]) >= 2
+        # Offline: 4.33 greedy and 4.12 sampled, over many more problems.
+        assert 3.2 <= float(re.search(r"([\d.]+) tokens per cycle", part)[1]) <= 5
+
+
+def test_train_example(tmp_path: Path) -> None:
+    """A whole run of the trainer on the CPU: it learns, and vLLM drafts with what it wrote."""
+    out = run("examples/train.py", "--output", str(tmp_path / "adapter"))
+    loss = re.search(r"^loss ([\d.]+) -> ([\d.]+)$", out, re.M)
+    tau = re.search(r"^tokens per cycle on held-out text ([\d.]+) -> ([\d.]+)$", out, re.M)
+    assert loss and tau, out
+    assert float(loss[2]) < 0.9 * float(loss[1])
+    assert float(tau[2]) > float(tau[1]) + 0.2
+    in_vllm = re.search(r"^tokens per cycle in vLLM ([\d.]+)$", out, re.M)
+    assert in_vllm and float(in_vllm[1]) > float(tau[1]), out
 
 
 def test_offline_example() -> None:

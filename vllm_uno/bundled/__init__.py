@@ -16,3 +16,8 @@ def bundled_model() -> Path:
             "Install the package again, or make them with examples/bundled_model/."
         )
     return folder
+
+
+def as_chat(question: str) -> str:
+    """A question as the bundled model's chat template writes it, ready for the answer."""
+    return f"<|user|>{question}<|end|><|assistant|>"
