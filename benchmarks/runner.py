@@ -365,7 +365,7 @@ def _count(rates: Rates, outputs: Sequence[Any]) -> None:
 def start_engine(setup: Setup, name: str) -> Iterator[LLM]:
     """An engine, which is shut down at the end."""
     on_cpu = is_cpu_build()
-    prepare_environment(on_cpu, tiny=on_cpu and _is_small(setup.model))
+    prepare_environment(on_cpu, small=on_cpu and _is_small(setup.model))
     from vllm import LLM
 
     print(f"starting {name} ...", file=sys.stderr, flush=True)

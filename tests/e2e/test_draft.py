@@ -36,6 +36,12 @@ def test_eager(tmp_path: Path) -> None:
     check(run(tmp_path, "eager", "--eager"))
 
 
+def test_trained_adapter(tmp_path: Path) -> None:
+    """The bundled model's, whose laws are sharp; the trainer's own are compared with PEFT's in
+    tests/unit/test_train.py."""
+    check(run(tmp_path, "bundled", "--bundled", "--eager"))
+
+
 def test_view_without_lora_is_the_target_bitwise(model: Path) -> None:
     """And one with a LoRA is not, on the same real layers."""
     import torch

@@ -1,4 +1,4 @@
-"""benchmarks/math_eval.py end to end: the bundled model, or a random one where that is missing."""
+"""benchmarks/math_eval.py end to end on the bundled model."""
 
 import json
 import sys
@@ -12,21 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import math_eval
 import runner
 
-COUNT, TOKENS, BLOCK = 20, 16, 4
+from vllm_uno.bundled import bundled_model
 
-
-@pytest.fixture
-def model_options(model: Path, adapter: Path) -> list[str]:
-    from vllm_uno.bundled import bundled_model
-
-    try:
-        return ["--model", str(bundled_model())]
-    except FileNotFoundError:
-        return ["--model", str(model), "--adapter", str(adapter)]
+COUNT, TOKENS, BLOCK = 20, 256, 8
 
 
 def test_math_eval(
-    model_options: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -34,7 +25,15 @@ def test_math_eval(
     problems = tmp_path / "problems.jsonl"
     command = ["prepare", "--set", "bundled", "--count", str(COUNT), "--out", str(problems)]
     assert math_eval.main(command) == 0
-    command = ["run", *model_options, "--problems", str(problems), "--out", str(tmp_path / "out")]
+    command = [
+        "run",
+        "--model",
+        str(bundled_model()),
+        "--problems",
+        str(problems),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     command += ["--max-tokens", str(TOKENS), "--block-size", str(BLOCK), "--concurrency", "8"]
     # In 16 bit greedy outputs may part.
     command += ["--engine", '{"dtype": "float32", "max_model_len": 512}']
@@ -50,11 +49,11 @@ def test_math_eval(
         assert found["mean_tokens"] <= TOKENS
         assert found["tokens_per_s"] > 0 and found["tokens_per_s_per_request"] > 0
     assert results(tmp_path / "out" / "plain.jsonl") == results(tmp_path / "out" / "uno.jsonl")
-    assert plain["accuracy"] == uno["accuracy"]
+    assert plain["accuracy"] == uno["accuracy"] >= 0.95
     assert plain["tau"] is None and plain["tpf"] == 1
-    # The first drafted token is the model's own: a cycle gives it and one more.
+    # The first drafted token is the model's own. Offline, over 256 problems, tau is 6.36.
     assert uno["acceptance"][0] == 1.0 and len(uno["acceptance"]) == BLOCK
-    assert 1.9 < uno["tau"] <= BLOCK + 1
+    assert 5.5 < uno["tau"] < 7.2
     assert uno["tpf"] == uno["tau"] / 2
 
     def no_engine(*_: Any) -> None:
@@ -66,7 +65,7 @@ def test_math_eval(
     assert again.count("\n") > 10 and table.endswith(again)  # vLLM may have printed before it
     assert math_eval.main([*command, "--block-size", "2"]) == 2
     error = capsys.readouterr().err
-    assert "'num_speculative_tokens': 4" in error and "another --out" in error
+    assert f"'num_speculative_tokens': {BLOCK}" in error and "another --out" in error
 
 
 def results(file: Path) -> dict[str, Any]:
