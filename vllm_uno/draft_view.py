@@ -25,6 +25,7 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 
 import vllm_uno
 from vllm_uno.adapter import LinearLora
+from vllm_uno.lora_kernels import kernels_available
 from vllm_uno.lora_linear import UnoLinearMethod
 from vllm_uno.ops import extension_available
 
@@ -35,9 +36,10 @@ def view_digest(loras: Mapping[str, LinearLora], block_size: int) -> str:
     Two adapters of equal shape share compiled code, since weights are inputs of
     it; B is a constant in it.
     """
+    fused = any(kernels_available(lora.a.device) for lora in loras.values())
     # What traced code calls differs with the extension; vLLM compares Python sources only.
     identity = hashlib.sha256(
-        f"{vllm_uno.__version__} {block_size} {extension_available()}".encode()
+        f"{vllm_uno.__version__} {block_size} {extension_available()} {fused}".encode()
     )
     for name in sorted(loras):
         lora = loras[name]

@@ -7,7 +7,8 @@ The base method is called as it is, so quantised layers stay what they are; the
 LoRA is added before a row-parallel layer's all-reduce.
 
 The A's of a packed layer (q, k and v; gate and up) are one matrix; each slice of
-the output has its own B. `apply` is the one place the compiled extension replaces.
+the output has its own B. On a GPU the kernels of `lora_kernels` do the same, where
+the shapes are theirs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
 from vllm_uno.adapter import LinearLora
+from vllm_uno.lora_kernels import kernel_lora, kernels_available, sync_words
 from vllm_uno.ops import lora_shrink, lora_shrink_reference
 
 
@@ -75,15 +77,25 @@ class UnoLinearMethod(LinearMethodBase):
         self.block_size = block_size
         # None: do not count (a compiled forward never does).
         self.calls: int | None = None
+        # Ends of the kernels' slices, where these kernels run.
+        self.ends: tuple[int, int] | None = None
 
     @classmethod
     def attach(cls, layer: nn.Module, lora: LinearLora, block_size: int) -> None:
         """Give `layer`, a shallow copy of the target's, the gated LoRA."""
-        layer.register_buffer("uno_a", lora.a, persistent=False)
-        for i, weight in enumerate(lora.b):
-            layer.register_buffer(f"uno_b{i}", weight, persistent=False)
+        method = cls(layer.quant_method, lora, block_size)
+        kernel = kernel_lora(lora) if kernels_available(lora.a.device) else None
+        if kernel is not None:
+            layer.register_buffer("uno_a", kernel.a, persistent=False)
+            layer.register_buffer("uno_b", kernel.b, persistent=False)
+            layer.register_buffer("uno_sync", sync_words(lora.a.device), persistent=False)
+            method.ends = (kernel.end0, kernel.end1)
+        else:
+            layer.register_buffer("uno_a", lora.a, persistent=False)
+            for i, weight in enumerate(lora.b):
+                layer.register_buffer(f"uno_b{i}", weight, persistent=False)
         # Not by setattr: the copy's `__dict__` already has one, and it is no module.
-        layer.__dict__["quant_method"] = cls(layer.quant_method, lora, block_size)
+        layer.__dict__["quant_method"] = method
         # Or a fused activation may hand over x quantised (FP8, NVFP4); A needs it as it is.
         layer.__dict__["requires_unquantized_input"] = True
 
@@ -93,12 +105,36 @@ class UnoLinearMethod(LinearMethodBase):
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.calls is not None:
             self.calls += 1
+        if self.ends is not None:
+            rows = x.flatten(0, -2).contiguous()
+            return self._apply_kernels(layer, rows, bias).view(*x.shape[:-1], -1)
         out = self.base.apply(layer, x, bias)
         b = [getattr(layer, f"uno_b{i}") for i in range(len(self.out_slices))]
         if x.dim() > 2:  # the Transformers backend: [1, N, in]
             flat = self._add(layer, out.flatten(0, -2), x.flatten(0, -2), b)
             return flat.view(out.shape)
         return self._add(layer, out, x, b)
+
+    def _apply_kernels(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert self.ends is not None
+        # A subclass may do more than multiply by `weight`.
+        if type(self.base) is UnquantizedLinearMethod and layer.weight.dtype == x.dtype:
+            return torch.ops.vllm_uno.uno_linear(
+                x,
+                layer.weight,
+                bias,
+                layer.uno_a,
+                layer.uno_b,
+                *self.ends,
+                self.block_size,
+                layer.uno_sync,
+            )
+        out = self.base.apply(layer, x, bias)
+        return torch.ops.vllm_uno.lora_add(
+            out, x, layer.uno_a, layer.uno_b, *self.ends, self.block_size
+        )
 
     def _add(
         self, layer: Any, out: torch.Tensor, x: torch.Tensor, b: list[torch.Tensor]

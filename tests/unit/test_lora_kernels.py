@@ -1,0 +1,240 @@
+"""The draft view's linear operators against their oracles: layouts, tracing, and (GPU) kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vllm_uno import lora_kernels, ops
+from vllm_uno.adapter import LinearLora
+from vllm_uno.lora_kernels import (
+    SKINNY_ROWS,
+    KernelLora,
+    kernel_lora,
+    lora_add_reference,
+    sync_words,
+    uno_linear_reference,
+)
+from vllm_uno.lora_linear import add_lora
+
+needs_cuda_kernel = pytest.mark.skipif(
+    not torch.cuda.is_available() or "cuda" not in ops._DEVICES,
+    reason="needs a CUDA device and an extension built with its CUDA sources",
+)
+
+
+def make_lora(
+    widths: list[int], ranks: list[int | None], columns: int, dtype: torch.dtype, seed: int = 0
+) -> LinearLora:
+    """A packed layer of slices of these widths; rank None: a slice without an adapter."""
+    gen = torch.Generator().manual_seed(seed)
+    out_slices, rank_slices, b = [], [], []
+    at = low = 0
+    for width, rank in zip(widths, ranks, strict=True):
+        if rank is not None:
+            out_slices.append((at, at + width))
+            rank_slices.append((low, low + rank))
+            b.append((torch.randn(width, rank, generator=gen) / rank**0.5).to(dtype))
+            low += rank
+        at += width
+    a = (torch.randn(low, columns, generator=gen) / columns**0.5).to(dtype)
+    return LinearLora(a, tuple(b), tuple(out_slices), tuple(rank_slices), at)
+
+
+slices = st.lists(
+    st.tuples(
+        st.sampled_from([32, 64, 96, 160]), st.one_of(st.none(), st.sampled_from([1, 5, 32, 40]))
+    ),
+    min_size=1,
+    max_size=3,
+).filter(lambda found: any(rank is not None for _, rank in found))
+
+
+@settings(max_examples=60, deadline=None)
+@given(slices=slices, rows=st.integers(0, 20), block=st.integers(1, 9), seed=st.integers(0, 99))
+def test_layout_means_what_the_adapter_does(
+    slices: list[tuple[int, int | None]], rows: int, block: int, seed: int
+) -> None:
+    widths, ranks = [w for w, _ in slices], [r for _, r in slices]
+    lora = make_lora(widths, ranks, 64, torch.bfloat16, seed)
+    kernel = kernel_lora(lora)
+    assert kernel is not None
+    assert kernel.b.shape == (sum(widths), 32 if max(r or 0 for r in ranks) <= 32 else 64)
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 64, generator=gen).bfloat16()
+    base = torch.randn(rows, sum(widths), generator=gen).bfloat16()
+    got = lora_add_reference(base, x, kernel.a, kernel.b, kernel.end0, kernel.end1, block)
+    want = add_lora(base, x, lora.a, list(lora.b), lora.out_slices, lora.rank_slices, block)
+    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
+    assert torch.equal(got[::block], base[::block])
+
+
+@pytest.mark.parametrize(
+    ("widths", "ranks", "columns", "dtype"),
+    [
+        ([48], [8], 64, torch.bfloat16),
+        ([64], [257], 64, torch.bfloat16),
+        ([64], [8], 96, torch.bfloat16),
+        ([64], [8], 64, torch.float32),
+        ([32, 32, 32, 32], [8, 8, 8, 8], 64, torch.bfloat16),
+    ],
+)
+def test_other_shapes_take_the_other_path(
+    widths: list[int], ranks: list[int | None], columns: int, dtype: torch.dtype
+) -> None:
+    assert kernel_lora(make_lora(widths, ranks, columns, dtype)) is None
+
+
+def case(
+    rows: int, widths: list[int], ranks: list[int | None], columns: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, KernelLora]:
+    kernel = kernel_lora(make_lora(widths, ranks, columns, dtype))
+    assert kernel is not None
+    gen = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=gen).to(dtype)
+    weight = (torch.randn(sum(widths), columns, generator=gen) / columns**0.5).to(dtype)
+    return x, weight, kernel
+
+
+def test_operators_trace_with_any_number_of_rows() -> None:
+    x, weight, kernel = case(20, [64, 32], [8, 8], 64, torch.bfloat16)
+    sync = sync_words(x.device)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        ends = (kernel.end0, kernel.end1)
+        y = torch.ops.vllm_uno.uno_linear(x * 2, weight, None, kernel.a, kernel.b, *ends, 4, sync)
+        return torch.ops.vllm_uno.lora_add(y, x, kernel.a, kernel.b, *ends, 4) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (20, 12, 5):
+        torch.testing.assert_close(compiled(x[:rows]), layer(x[:rows]), rtol=0, atol=0)
+
+
+def test_operators_pass_opcheck() -> None:
+    x, weight, kernel = case(9, [64, 32], [8, 8], 64, torch.bfloat16)
+    rest = (kernel.a, kernel.b, kernel.end0, kernel.end1, 4)
+    torch.library.opcheck(
+        torch.ops.vllm_uno.uno_linear.default,
+        (x, weight, torch.randn(96).bfloat16(), *rest, sync_words(x.device)),
+    )
+    torch.library.opcheck(torch.ops.vllm_uno.lora_add.default, (x @ weight.t(), x, *rest))
+
+
+# On a GPU.
+
+gpu_cases = st.fixed_dictionaries(
+    {
+        "rows": st.one_of(st.integers(1, 40), st.integers(41, 600)),
+        "slices": st.lists(
+            st.tuples(
+                st.sampled_from([32, 64, 96, 1024]),
+                st.one_of(st.none(), st.integers(1, 256)),
+            ),
+            min_size=1,
+            max_size=3,
+        ).filter(lambda found: any(rank is not None for _, rank in found)),
+        "columns": st.sampled_from([64, 128, 192, 512, 576, 4096, 12288]),
+        "block": st.integers(1, 17),
+        "dtype": st.sampled_from([torch.bfloat16, torch.float16]),
+        "bias": st.booleans(),
+        "plain": st.booleans(),
+    }
+)
+QKV = {
+    "rows": 8,
+    "slices": [(4096, 128), (1024, 128), (1024, 128)],
+    "columns": 4096,
+    "block": 8,
+    "dtype": torch.bfloat16,
+    "bias": False,
+    "plain": True,
+}
+
+
+def poison() -> None:
+    """Freed memory that the next allocations get: a value that is not written shows."""
+    blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(6, 24)]
+    del blocks
+
+
+def check(found: dict[str, Any]) -> None:
+    widths, ranks = [w for w, _ in found["slices"]], [r for _, r in found["slices"]]
+    x, weight, kernel = case(found["rows"], widths, ranks, found["columns"], found["dtype"])
+    x[:: found["block"]] *= 1e3  # a seed row that leaks through the gate shows
+    x, weight, a, b = (t.cuda() for t in (x, weight, kernel.a, kernel.b))
+    bias = torch.randn(sum(widths)).to(x) if found["bias"] else None
+    ends, block = (kernel.end0, kernel.end1), found["block"]
+    sync = sync_words(x.device)
+    exact = uno_linear_reference(
+        *(t.double() for t in (x, weight)),
+        None if bias is None else bias.double(),
+        *(t.double() for t in (a, b)),
+        *ends,
+        block,
+    ).float()
+    for _ in range(2):
+        poison()
+        if found["plain"]:
+            got = torch.ops.vllm_uno.uno_linear(x, weight, bias, a, b, *ends, block, sync)
+        else:
+            base = torch.nn.functional.linear(x, weight, bias)
+            got = torch.ops.vllm_uno.lora_add(base, x, a, b, *ends, block)
+        scale = exact.abs().amax(1, keepdim=True).clamp(min=1)
+        assert float(((got.float() - exact) / scale).abs().max()) < 2e-2
+    assert sync.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+@needs_cuda_kernel
+@settings(max_examples=150, deadline=None)
+@example(found=QKV)
+@example(found=QKV | {"rows": SKINNY_ROWS})
+@example(found=QKV | {"rows": SKINNY_ROWS + 1})
+@example(found=QKV | {"rows": 512, "slices": [(12288, 128), (12288, 128)]})
+@example(found=QKV | {"rows": 16, "slices": [(4096, 128)], "columns": 12288})
+@example(found=QKV | {"slices": [(32, 1)], "columns": 64, "rows": 1})
+@given(found=gpu_cases)
+def test_kernels_match_the_oracle(found: dict[str, Any]) -> None:
+    check(found)
+
+
+@pytest.mark.gpu
+@needs_cuda_kernel
+@pytest.mark.parametrize("rows", [8, 24, 64])
+def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
+    x, weight, kernel = case(rows, [4096, 1024, 1024], [128] * 3, 4096, torch.bfloat16)
+    x, weight, a, b = (t.cuda() for t in (x, weight, kernel.a, kernel.b))
+    syncs = [sync_words(x.device) for _ in range(2)]
+
+    def layers() -> torch.Tensor:
+        first = torch.ops.vllm_uno.uno_linear(
+            x, weight, None, a, b, kernel.end0, kernel.end1, 8, syncs[0]
+        )
+        return torch.ops.vllm_uno.uno_linear(
+            first[:, :4096].contiguous(), weight, None, a, b, kernel.end0, kernel.end1, 8, syncs[1]
+        )
+
+    want = layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers()
+    for number in range(1000):
+        if number % 100 == 0:
+            poison()
+            got.fill_(float("nan"))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
+    assert all(sync.tolist() == [0, 0] for sync in syncs)
+
+
+def test_kernels_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(lora_kernels.SWITCH, raising=False)
+    assert not lora_kernels.kernels_available(torch.device("cuda"))
+    assert not lora_kernels.kernels_available(torch.device("cpu"))

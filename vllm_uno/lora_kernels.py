@@ -1,0 +1,256 @@
+"""The draft view's linear layers on a GPU: base product and row-gated LoRA by our own kernels.
+
+    y[n] = x[n] W^T + bias + (n % B != 0) (x[n] A^T)[slice] B^T
+
+Two functional operators, opaque to torch.compile, which trace with any number of rows:
+
+`torch.ops.vllm_uno.uno_linear`  plain weights. Up to `SKINNY_ROWS` rows one launch does all of it
+    (csrc/cuda/uno_linear.cu). Above, A runs on a side stream beside cuBLAS's base product, and one
+    pass adds the B side of every packed layer.
+`torch.ops.vllm_uno.lora_add`    behind any other base layer (a quantised one), on its output.
+
+Both have a plain PyTorch version: on the CPU, and as the oracle of their tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+import torch.nn.functional as F
+
+from vllm_uno.adapter import LinearLora
+from vllm_uno.ops import extension_available, lora_shrink_reference
+
+# Rows that `uno_linear_skinny` takes.
+SKINNY_ROWS = 32
+_RANKS = (32, 64, 128, 256)
+_SLICES = 3
+_HALF = (torch.bfloat16, torch.float16)
+# Until the kernels have been run and measured on a GPU they must be asked for.
+SWITCH = "VLLM_UNO_FUSED_LORA"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelLora:
+    """A layer's LoRA as the kernels read it: every slice padded to one rank, with zeros.
+
+    Attributes:
+        a: [S * R, in]; slice s has rows s R ... (s + 1) R - 1.
+        b: [out, R], the scale folded in; zeros where a slice has no adapter.
+        end0, end1: where the first and second slice of the output end (`out`, where there is
+            none).
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    end0: int
+    end1: int
+
+
+def kernel_lora(lora: LinearLora) -> KernelLora | None:
+    """The kernels' layout of a LoRA, or None where its shapes are not theirs.
+
+    Needs: bf16 or fp16; `in` a multiple of 64; slices of the output that end at multiples of 32;
+    at most three of them, gaps counted; ranks up to 256.
+    """
+    slices = _all_slices(lora)
+    widest = max((high - low for low, high in lora.rank_slices), default=0)
+    rank = next((r for r in _RANKS if widest <= r), None)
+    if (
+        rank is None
+        or len(slices) > _SLICES
+        or lora.a.dtype not in _HALF
+        or lora.a.shape[1] % 64
+        or any(stop % 32 for _, stop, _ in slices)
+    ):
+        return None
+    a = lora.a.new_zeros(len(slices) * rank, lora.a.shape[1])
+    b = lora.a.new_zeros(lora.out_features, rank)
+    for number, (start, stop, part) in enumerate(slices):
+        if part is None:
+            continue
+        low, high = lora.rank_slices[part]
+        a[number * rank : number * rank + high - low] = lora.a[low:high]
+        b[start:stop, : high - low] = lora.b[part]
+    ends = [stop for _, stop, _ in slices] + [lora.out_features] * _SLICES
+    return KernelLora(a, b, ends[0], ends[1])
+
+
+def _all_slices(lora: LinearLora) -> list[tuple[int, int, int | None]]:
+    """(start, stop, number of its B, or None for a gap), covering the layer's output."""
+    slices: list[tuple[int, int, int | None]] = []
+    at = 0
+    for part, (start, stop) in enumerate(lora.out_slices):
+        if start > at:
+            slices.append((at, start, None))
+        slices.append((start, stop, part))
+        at = stop
+    if at < lora.out_features:
+        slices.append((at, lora.out_features, None))
+    return slices
+
+
+def kernels_available(device: torch.device) -> bool:
+    """Whether the extension has CUDA kernels for this device, and they are asked for."""
+    return (
+        device.type == "cuda"
+        and extension_available()
+        and os.environ.get(SWITCH) == "1"
+        and torch._C._dispatch_has_kernel_for_dispatch_key("vllm_uno::lora_expand", "CUDA")
+    )
+
+
+def sync_words(device: torch.device) -> torch.Tensor:
+    """What the blocks of one layer's skinny launches tell each other by; zero between them."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def lora_add_reference(
+    base: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    end0: int,
+    end1: int,
+    block_size: int,
+) -> torch.Tensor:
+    """`base` plus the gated LoRA, in plain PyTorch.
+
+    Args:
+        base: [M, out].
+        x: [M, in], rows in draft layout (n % block_size == 0: seed).
+        a, b, end0, end1: see `KernelLora`.
+        block_size: B.
+
+    Returns:
+        [M, out], new.
+    """
+    rank = b.shape[1]
+    h = lora_shrink_reference(x, a, block_size)
+    noise = (torch.arange(x.shape[0], device=x.device) % block_size != 0).unsqueeze(1)
+    pieces = []
+    start = 0
+    for number in range(a.shape[0] // rank):
+        stop = (end0, end1, base.shape[1])[number]
+        part = h[:, number * rank : (number + 1) * rank]
+        added = base[:, start:stop].float() + part.float() @ b[start:stop].float().t()
+        pieces.append(torch.where(noise, added.to(base.dtype), base[:, start:stop]))
+        start = stop
+    return torch.cat([*pieces, base[:, start:]], dim=1)
+
+
+def uno_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    end0: int,
+    end1: int,
+    block_size: int,
+) -> torch.Tensor:
+    """A whole layer in plain PyTorch: [M, in] -> [M, out]."""
+    return lora_add_reference(F.linear(x, weight, bias), x, a, b, end0, end1, block_size)
+
+
+# One side stream for each stream that work is captured on, made before any capture.
+_SIDE_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    key = (main.device_index, main.cuda_stream)
+    if key not in _SIDE_STREAMS:
+        _SIDE_STREAMS[key] = torch.cuda.Stream(main.device_index)
+    return _SIDE_STREAMS[key]
+
+
+def _shrink_beside(
+    x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The base product, and A's on the side stream meanwhile: ([M, out], [M, S * R])."""
+    main = torch.cuda.current_stream(x.device)
+    side = _side_stream(main)
+    # Allocated here, and the fork waits for `main`, which waits at the join: no block of memory
+    # changes hands before both streams are past it.
+    h = x.new_empty(x.shape[0], a.shape[0])
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        torch.mm(x, a.t(), out=h)
+    base = F.linear(x, weight, bias)
+    main.wait_stream(side)
+    return base, h
+
+
+def _uno_linear_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    end0: int,
+    end1: int,
+    block_size: int,
+    sync: torch.Tensor,
+) -> torch.Tensor:
+    if x.shape[0] <= SKINNY_ROWS:
+        no_bias = x.new_empty(0) if bias is None else bias
+        return torch.ops.vllm_uno.uno_linear_skinny(
+            x, weight, no_bias, a, b, end0, end1, block_size, sync
+        )
+    base, h = _shrink_beside(x, a, weight, bias)
+    return torch.ops.vllm_uno.lora_expand(base, h, b, end0, end1, block_size)
+
+
+def _lora_add_cuda(
+    base: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    end0: int,
+    end1: int,
+    block_size: int,
+) -> torch.Tensor:
+    return torch.ops.vllm_uno.lora_expand(base, x @ a.t(), b, end0, end1, block_size)
+
+
+def _uno_linear_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    end0: int,
+    end1: int,
+    block_size: int,
+    sync: torch.Tensor,
+) -> torch.Tensor:
+    return uno_linear_reference(x, weight, bias, a, b, end0, end1, block_size)
+
+
+def _uno_linear_fake(
+    x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | int | None
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _lora_add_fake(base: torch.Tensor, *rest: torch.Tensor | int) -> torch.Tensor:
+    return torch.empty_like(base, memory_format=torch.contiguous_format)
+
+
+_LIBRARY = torch.library.Library("vllm_uno", "FRAGMENT")
+_LIBRARY.define(
+    "uno_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, int end0, int end1, "
+    "int block_size, Tensor sync) -> Tensor"
+)
+_LIBRARY.define(
+    "lora_add(Tensor base, Tensor x, Tensor a, Tensor b, int end0, int end1, int block_size) "
+    "-> Tensor"
+)
+_LIBRARY.impl("uno_linear", _uno_linear_cpu, "CPU")
+_LIBRARY.impl("uno_linear", _uno_linear_cuda, "CUDA")
+_LIBRARY.impl("lora_add", lora_add_reference, "CPU")
+_LIBRARY.impl("lora_add", _lora_add_cuda, "CUDA")
+torch.library.register_fake("vllm_uno::uno_linear", _uno_linear_fake, lib=_LIBRARY)
+torch.library.register_fake("vllm_uno::lora_add", _lora_add_fake, lib=_LIBRARY)
