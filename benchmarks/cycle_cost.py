@@ -8,6 +8,10 @@ run one after the other in the same call, each in a process of its own; every
 figure is a ratio between the two.
 
     C_B = time of a cycle / time of a plain decode step, at equal requests and context
+
+Then, for each row, where a cycle's time goes: spans between CUDA events around verification's
+forward, its sampling, the draft's forward and its sampling (waiting included), and the share of
+time in which no kernel runs, by the profiler.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("cycle_cost.json"))
+    parser.add_argument("--eager", action="store_true", help="for a try on a small machine")
     parser.add_argument("--run", choices=("plain", "uno"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -131,13 +136,15 @@ def measure(args: argparse.Namespace) -> None:
         max_num_seqs=max(args.requests),
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
+        enforce_eager=args.eager,
         seed=0,
         **settings,
     )
     result: dict[str, Any] = {"start_s": time.perf_counter() - began, "rows": []}
-    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    core = llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker
-    speculator = getattr(worker, "worker", worker).model_runner.speculator
+    runner = getattr(worker, "worker", worker).model_runner
+    speculator = runner.speculator
     engine = llm.llm_engine
     serial = 0
     for context in args.context:
@@ -145,7 +152,8 @@ def measure(args: argparse.Namespace) -> None:
             if requests * (context + 1024) > 1_200_000:
                 continue
             times = []
-            for _ in range(args.repeats):
+            stages: dict[str, float] = {}
+            for repeat in range(args.repeats + 1):
                 params = SamplingParams(temperature=1.0, max_tokens=900, ignore_eos=True)
                 ids = [f"b{serial + i}" for i in range(requests)]
                 serial += requests
@@ -157,15 +165,17 @@ def measure(args: argparse.Namespace) -> None:
                     seen |= {o.request_id for o in engine.step() if o.outputs[0].token_ids}
                 for _ in range(8):
                     engine.step()
-                if speculator is not None:
-                    speculator.counters.reset()
-                tick, steps = time.perf_counter(), 0
-                while steps < MEASURED_STEPS:
-                    steps += 1
-                    engine.step()
-                if speculator is not None:  # waits for the device
-                    steps = speculator.counters.snapshot().cycles / requests
-                times.append((time.perf_counter() - tick) / steps)
+                if repeat == args.repeats:
+                    stages = measure_stages(engine, runner)
+                else:
+                    if speculator is not None:
+                        speculator.counters.reset()
+                    tick, steps = time.perf_counter(), float(MEASURED_STEPS)
+                    for _ in range(MEASURED_STEPS):
+                        engine.step()
+                    if speculator is not None:  # waits for the device
+                        steps = speculator.counters.snapshot().cycles / requests
+                    times.append((time.perf_counter() - tick) / steps)
                 engine.abort_request(ids)
                 while engine.has_unfinished_requests():
                     engine.step()
@@ -173,12 +183,77 @@ def measure(args: argparse.Namespace) -> None:
                 "requests": requests,
                 "context": context,
                 "ms": [1e3 * t for t in sorted(times)],
+                "stages": stages,
             }
             if speculator is not None:
                 row["tau"] = speculator.counters.snapshot().tokens_per_cycle
             result["rows"].append(row)
             print(args.run, block, row, flush=True)
     args.out.write_text(json.dumps(result))
+
+
+def measure_stages(engine: Any, runner: Any, steps: int = 24) -> dict[str, float]:
+    """Median milliseconds of each stage of a step, and the share of time without a kernel."""
+    import statistics
+
+    import torch
+
+    spans: dict[str, list[tuple[Any, Any]]] = {}
+    undo = []
+
+    def watch(owner: Any, name: str, stage: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            out = inner(*args, **kwargs)
+            end.record()
+            spans.setdefault(stage, []).append((start, end))
+            return out
+
+        setattr(owner, name, timed)
+        undo.append(lambda: setattr(owner, name, inner))
+
+    watch(runner, "execute_model", "verify")
+    watch(runner, "sample_tokens", "sample and draft")
+    if runner.speculator is not None:
+        watch(runner.speculator, "propose", "draft")
+        watch(runner.speculator, "draft_sampler", "draft sampling")
+    for _ in range(steps):
+        engine.step()
+    torch.cuda.synchronize()
+    for restore in undo:
+        restore()
+    found = {
+        stage: statistics.median(start.elapsed_time(end) for start, end in pairs)
+        for stage, pairs in spans.items()
+    }
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(8):
+            engine.step()
+        torch.cuda.synchronize()
+    found["idle share"] = idle_share(
+        [
+            (e.time_range.start, e.time_range.end)
+            for e in profile.events()
+            if e.device_type == torch.autograd.DeviceType.CUDA
+        ]
+    )
+    return found
+
+
+def idle_share(intervals: list[tuple[float, float]]) -> float:
+    """Part of the time between the first start and the last end that no interval covers."""
+    if not intervals:
+        return float("nan")
+    intervals = sorted(intervals)
+    begin, reached = intervals[0][0], intervals[0][0]
+    idle = 0.0
+    for start, end in intervals:
+        idle += max(0.0, start - reached)
+        reached = max(reached, end)
+    return idle / max(reached - begin, 1e-9)
 
 
 def main() -> None:
@@ -196,25 +271,67 @@ def main() -> None:
             command += ["--block-size", str(block), "--layers", str(args.layers)]
             command += ["--repeats", str(args.repeats), "--requests", *map(str, args.requests)]
             command += ["--context", *map(str, args.context)]
+            command += ["--eager"] if args.eager else []
             subprocess.run(command, check=True)
             runs[f"{kind}{block or ''}"] = json.loads(out.read_text())
     plain = {(r["requests"], r["context"]): r["ms"] for r in runs["plain"]["rows"]}
     table = []
-    print("dummy weights, imposed acceptance; medians")
-    print("  B  requests  context  plain ms  cycle ms   C_B   speed-up at the paper's tau")
+    print("dummy weights, imposed acceptance; medians of ms")
+    print("  B  requests  context    plain    cycle   C_B   gain  stages")
     for block in args.block_size:
         for row in runs[f"uno{block}"]["rows"]:
             key = (row["requests"], row["context"])
             step, cycle = (ms[len(ms) // 2] for ms in (plain[key], row["ms"]))
             cost = cycle / step
             gain = PAPER_TAU[block] / cost if block in PAPER_TAU else float("nan")
-            table.append({"B": block, "requests": key[0], "context": key[1], "plain_ms": step,
-                          "cycle_ms": cycle, "C_B": cost, "speedup_at_paper_tau": gain,
-                          "weights": "dummy", "acceptance": "imposed"})  # fmt: skip
-            print(
-                f"{block:3} {key[0]:9} {key[1]:8} {step:9.2f} {cycle:9.2f} {cost:5.2f} {gain:5.2f}"
+            table.append(
+                {
+                    "B": block,
+                    "requests": key[0],
+                    "context": key[1],
+                    "plain_ms": step,
+                    "cycle_ms": cycle,
+                    "C_B": cost,
+                    "gain_at_paper_tau": gain,
+                    "stages": row["stages"],
+                    "weights": "dummy",
+                    "acceptance": "imposed",
+                }
             )
+            stages = ", ".join(f"{k} {v:.2f}" for k, v in row["stages"].items())
+            print(
+                f"{block:3} {key[0]:9} {key[1]:8} {step:8.2f} {cycle:8.2f} {cost:5.2f} {gain:6.2f}"
+                f"  {stages}"
+            )
+    for name, run in runs.items():
+        print(f"{name}: started in {run['start_s']:.0f} s")
+    plot(table, args.out.with_suffix(".png"))
     args.out.write_text(json.dumps({"table": table, "runs": runs}, indent=1))
+
+
+def plot(table: list[dict[str, Any]], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for block, context in sorted({(r["B"], r["context"]) for r in table}):
+        rows = [r for r in table if (r["B"], r["context"]) == (block, context)]
+        axis.plot(
+            [r["requests"] for r in rows],
+            [r["C_B"] for r in rows],
+            marker="o",
+            label=f"B={block}, context {context}",
+        )
+    axis.set(
+        xlabel="requests",
+        ylabel="cycle / plain decode step",
+        xscale="log",
+        title="dummy weights, imposed acceptance",
+    )
+    axis.legend()
+    figure.savefig(out, dpi=120)
 
 
 if __name__ == "__main__":
