@@ -22,6 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"  {name:14} {text}")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     try:
+        # All of the extra: the last of them is needed after hours of training only.
+        import accelerate  # noqa: F401
+        import matplotlib  # noqa: F401
+        import peft  # noqa: F401
+        import tqdm  # noqa: F401
         from transformers import HfArgumentParser
 
         from vllm_uno.train.data import DataError
@@ -29,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         from vllm_uno.train.trainer import SettingsError
     except ImportError as error:
         needs = "pip install 'vllm-uno[train]'"
-        print(f"vllm-uno {arguments[0]} needs the train extra: {needs} ({error})")
+        print(f"vllm-uno {arguments[0]} needs the train extra: {needs} ({error})", file=sys.stderr)
         return 2
     try:
         if arguments[0] == "train":

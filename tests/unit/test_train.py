@@ -11,7 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DraftOracle
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from vllm_uno.cli import main
 from vllm_uno.tiny_model import write_tiny_model
@@ -34,7 +44,15 @@ from vllm_uno.train.data import (
     tokenize,
 )
 from vllm_uno.train.losses import LossWeights, distillation_loss
-from vllm_uno.train.model import ModelError, NoisedModel, add_adapter, load_model, noise_high
+from vllm_uno.train.model import (
+    ModelError,
+    NoisedModel,
+    add_adapter,
+    check_doubled_pass,
+    learning_rows,
+    load_model,
+    noise_high,
+)
 from vllm_uno.train.settings import TrainSettings
 from vllm_uno.train.trainer import SettingsError, train
 
@@ -253,7 +271,7 @@ def test_marginals_are_those_of_a_draft_pass(checkpoint: Path, tmp_path: Path) -
     assert compared >= 15
 
 
-def test_attention_kinds_and_logits_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_attention_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
@@ -263,6 +281,70 @@ def test_attention_kinds_and_logits_that_do_not_fit_are_refused(tmp_path: Path) 
         load(tmp_path / "m")
     with pytest.raises(ModelError, match="could not be loaded"):
         load(tmp_path / "nothing")
+
+
+SMALL = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    eos_token_id=1,
+)
+
+
+def test_a_window_without_layer_types_is_refused(tmp_path: Path) -> None:
+    MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="full attention in every layer"):
+        load(tmp_path)
+
+
+def test_logits_that_are_not_the_heads_alone_are_refused(tmp_path: Path) -> None:
+    GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="changes its logits after the output head"):
+        load(tmp_path)
+
+
+def test_a_pass_that_is_not_the_models_own_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = noised_model(checkpoint)
+    rows = pack([sample(20), sample(9)], context=32)
+    check_doubled_pass(model, rows, torch.device("cpu"))
+    # A model that sees more than it may.
+    monkeypatch.setattr(
+        "vllm_uno.train.model.dense_mask",
+        lambda documents, seeds: torch.ones(1, 1, 64, 64, dtype=torch.bool),
+    )
+    with pytest.raises(ModelError, match="differs from the doubled one"):
+        check_doubled_pass(model, rows, torch.device("cpu"))
+
+
+def test_dropout_of_the_base_model_is_taken_out(tmp_path: Path) -> None:
+    config = LlamaConfig(**SMALL, attention_dropout=0.5)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = noised_model(tmp_path)
+    model.peft_model.train()  # as gradient checkpointing does
+    rows, seeds, noise, _ = passes(model, 4)
+    with torch.no_grad():
+        first, second = (model.hidden_states(rows, seeds, noise) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_the_output_head_cannot_be_a_target(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="targets name the output head"):
+        add_adapter(load(checkpoint), ["q_proj", "lm_head"], 4, 2.0)
+
+
+def test_blocks_seeded_in_a_prompt_are_not_learnt() -> None:
+    rows = pack([sample(16, 9)], 16).rows(torch.arange(1), torch.device("cpu"))
+    offsets = torch.zeros_like(rows.positions)
+    seeds = block_seeds(rows.documents, rows.positions, offsets, 4)
+    # Seeds at 0, 4, 8 and 12; the first written token is 9, and the last row has no next token.
+    assert learning_rows(seeds, rows.trained).tolist() == [9, 10, 11, 13, 14]
 
 
 def load(folder: Path) -> Any:
@@ -366,7 +448,7 @@ def test_packing_keeps_documents_whole(lengths: list[int]) -> None:
             ids, trained = rows.ids[at][inside].tolist(), rows.trained[at][inside].tolist()
             assert rows.positions[at][inside].tolist() == list(range(len(ids)))
             found.append((ids, trained))
-    assert found == [(s.ids, [*s.generated[1:], False]) for s in samples]
+    assert sorted(found) == sorted((s.ids, [*s.generated[1:], False]) for s in samples)
     assert not rows.trained[rows.documents == PADDING].any()
 
 
@@ -392,16 +474,34 @@ def test_texts_and_chats(model: Path) -> None:
     documents = [render(record, tokenizer, "here") for record in records]
     chat, text, short = tokenize(documents, tokenizer)
     assert text.ids[-1] == tokenizer.eos_token_id and tokenizer.decode(text.ids[:-1]) == "one two"
-    assert text.generated == [False] + [True] * (len(text.ids) - 1)
+    assert list(text.generated) == [False] + [True] * (len(text.ids) - 1)
     for found, expected in ((chat, "c d;f g h;"), (short, "c d;")):
         written = [i for i, g in zip(found.ids, found.generated, strict=True) if g]
         assert tokenizer.decode(written) == expected
     assert tokenizer.decode(short.ids) == "<user>a b;<assistant>c d;"
     with pytest.raises(DataError, match="here: no assistant turn"):
         render({"messages": [{"role": "user", "content": "x"}]}, tokenizer, "here")
-    for bad in ({}, {"text": 3}, {"text": ""}):
+    bad: list[dict[str, Any]] = [{}, {"text": 3}, {"text": ""}, {"messages": []}]
+    bad += [{"messages": ["x"]}, {"messages": [{"role": "assistant", "content": "x"}]}]
+    for record in bad:
         with pytest.raises(DataError, match="here: "):
-            render(bad, tokenizer, "here")
+            render(record, tokenizer, "here")
+    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+    with pytest.raises(DataError, match="here: the chat template refuses it: no such role"):
+        render(records[0], tokenizer, "here")
+
+
+def test_what_a_template_writes_behind_the_end_token_is_not_generated(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + tokenizer.eos_token + "\n"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    (chat,) = tokenize([render({"messages": turns}, tokenizer, "here")], tokenizer)
+    written = [i for i, g in zip(chat.ids, chat.generated, strict=True) if g]
+    assert tokenizer.decode(written) == "c d" + tokenizer.eos_token
+    assert tokenizer.decode(chat.ids).endswith("\n")
 
 
 def test_noise_ends_at_the_mask_token(model: Path) -> None:
@@ -491,6 +591,93 @@ def test_interrupted_and_resumed_is_uninterrupted(small: Path, texts: Path, tmp_
         train(settings_of(small, texts, parts))
 
 
+def test_rows_weigh_the_same_in_any_micro_batch(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long and short answers side by side; and whatever accelerate is configured for."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    data = tmp_path / "uneven.jsonl"
+    words = ["ab " * n for n in (1, 12) * 10]
+    data.write_text("".join(json.dumps({"text": w.strip()}) + "\n" for w in words))
+    changes: dict[str, Any] = {"context": 37, "batch_size": 4, "steps": 2, "block_sizes": [2]}
+    for size in (1, 4):
+        train(settings_of(small, data, tmp_path / str(size), micro_batch_size=size, **changes))
+    one, other = weights(tmp_path / "1"), weights(tmp_path / "4")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=2e-3, atol=2e-5)
+
+    def losses(folder: Path) -> list[float]:
+        entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+        return [e["loss"] for e in entries if "loss" in e]
+
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "4"), rel=1e-3)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(small: Path, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="loss is not finite at step"):
+        train(settings_of(small, texts, tmp_path / "out", lr=1e30))
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert "NaN" not in (tmp_path / "out" / "log.jsonl").read_text()
+
+
+def test_resume_wants_the_same_data_and_finds_an_interrupted_checkpoint(
+    small: Path, texts: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(texts.read_bytes())
+    out = tmp_path / "out"
+    train(settings_of(small, data, out, stop_after=2))
+    # Killed between two renames.
+    (out / "checkpoint").rename(out / "checkpoint.old")
+    train(settings_of(small, data, out, stop_after=4, resume=True))
+    lines = data.read_text().splitlines(keepends=True)
+    data.write_text("".join(lines[1:] + lines[:1]))
+    with pytest.raises(SettingsError, match=r"is not the data that the run in .* began with"):
+        train(settings_of(small, data, out, resume=True))
+
+
+def test_control_c_leaves_a_checkpoint(
+    small: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import signal
+
+    from vllm_uno.train import trainer
+
+    step = trainer._Run._optimizer_step
+
+    def interrupted(self: Any, lr: float) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return step(self, lr)
+
+    monkeypatch.setattr(trainer._Run, "_optimizer_step", interrupted)
+    result = train(settings_of(small, texts, tmp_path / "out"))
+    assert result.adapter is None and result.steps == 1
+    monkeypatch.undo()
+    assert train(settings_of(small, texts, tmp_path / "out", resume=True)).steps == 6
+
+
+def test_offline_evaluation(small: Path, texts: Path, tmp_path: Path) -> None:
+    train(settings_of(small, texts, tmp_path / "adapter"))
+    flags = ["--model", str(small), "--adapter", str(tmp_path / "adapter"), "--data", str(texts)]
+    flags += ["--samples", "4", "--max_new_tokens", "24", "--prompt_tokens", "4"]
+    flags += ["--block_sizes", "1", "3", "--dtype", "float32", "--output", str(tmp_path / "ev")]
+    assert main(["eval-adapter", *flags]) == 0
+    table = json.loads((tmp_path / "ev" / "acceptance.json").read_text())
+    assert [(r["block_size"], r["temperature"]) for r in table] == [
+        (1, 0.0),
+        (3, 0.0),
+        (1, 1.0),
+        (3, 1.0),
+    ]
+    for row in table:
+        assert len(row["acceptance"]) == row["block_size"]
+        assert row["acceptance"][0] == pytest.approx(1.0)
+        assert row["tau"] == pytest.approx(1 + sum(row["acceptance"]))
+    assert (tmp_path / "ev" / "acceptance.png").stat().st_size > 5_000
+    assert main(["eval-adapter", *flags, "--temperatures", "-1"]) == 1
+    assert main(["eval-adapter", *flags, "--adapter", str(tmp_path / "ev")]) == 1
+
+
 @pytest.mark.slow
 def test_two_processes_train_the_same_adapter(small: Path, texts: Path, tmp_path: Path) -> None:
     import dataclasses
@@ -526,6 +713,7 @@ def test_two_processes_train_the_same_adapter(small: Path, texts: Path, tmp_path
         ({"batch_size": 3}, "batch_size=3 must be a multiple of micro_batch_size"),
         ({"mask_token_id": 1 << 20}, "mask_token_id=1048576 is outside"),
         ({"noise_low": 512}, "noise_low=512 must be below mask_token_id=512"),
+        ({"block_sizes": [2, 48]}, "no held-out text is long enough for a block of 48"),
         ({"model": "{tmp}/void"}, "tokenizer of .*void.* could not be loaded"),
     ],
 )
@@ -555,6 +743,10 @@ def test_bad_input_writes_nothing(
         ({"dtype": "fp8"}, "dtype must be bfloat16 or float32"),
         ({"loss_tv": 0.0}, "not all zero"),
         ({"targets": []}, "targets must name"),
+        ({"eval_every": 0}, "eval_every must be at least 1"),
+        ({"log_every": 0}, "log_every must be at least 1"),
+        ({"heldout_samples": -1}, "heldout_samples must be at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps must not be negative"),
     ],
 )
 def test_bad_settings(small: Path, texts: Path, changes: dict[str, Any], message: str) -> None:

@@ -16,8 +16,8 @@ at every seed. (Acceptance rule: arXiv 2211.17192, Theorem 1.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,6 +39,12 @@ class Acceptance:
     block_size: int
     per_position: tuple[float, ...]
     cycles: float
+
+    @classmethod
+    def of(cls, counts: torch.Tensor) -> Acceptance:
+        """From what `count_cycles` returns."""
+        cycles, *accepted = counts.tolist()
+        return cls(len(accepted), tuple(n / cycles for n in accepted), cycles)
 
     @property
     def tau(self) -> float:
@@ -172,7 +178,17 @@ def writing_starts(rows: PackedRows) -> torch.Tensor:
     return written & ~before
 
 
-def measure(
+def longest_block(rows: PackedRows) -> int:
+    """The largest B of which some block lies wholly within what a model wrote."""
+    longest, run = 0, torch.zeros(len(rows), dtype=torch.int64)
+    for column in range(rows.trained.shape[1]):
+        run = torch.where(rows.trained[:, column], run, -1) + 1
+        longest = max(longest, int(run.max()))
+    # The first token written is the prefill's, and the seed of the first block.
+    return longest - 1
+
+
+def count_cycles(
     model: NoisedModel,
     rows: PackedRows,
     block_size: int,
@@ -182,8 +198,8 @@ def measure(
     micro_batch: int,
     device: torch.device,
     seed: int = 0,
-) -> Acceptance:
-    """Acceptance along packed text.
+) -> torch.Tensor:
+    """Expected cycles, and accepted tokens by position, along packed text: fp64 [1 + B].
 
     Args:
         model: with its adapter.
@@ -195,22 +211,28 @@ def measure(
         device: of the model.
         seed: of the noise.
 
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(1 + block_size, dtype=torch.float64)
+    for start in range(0, len(rows), micro_batch):
+        part = rows.rows(torch.arange(start, min(start + micro_batch, len(rows))), device)
+        stands = stand_probabilities(model, part, block_size, noise_range, temperature, generator)
+        cycles, accepted = follow_cycles(stands, part.trained, writing_starts(part))
+        total += torch.cat([cycles.view(1), accepted])
+    return total
+
+
+def measure(
+    model: NoisedModel, rows: PackedRows, block_size: int, *args: Any, **kwargs: Any
+) -> Acceptance:
+    """Acceptance along packed text; arguments as of `count_cycles`.
+
     Raises:
         ValueError: no block fits into any of the text.
 
     """
-    generator = torch.Generator().manual_seed(seed)
-    cycles = torch.zeros((), dtype=torch.float64)
-    accepted = torch.zeros(block_size, dtype=torch.float64)
-    for start in range(0, len(rows), micro_batch):
-        part = rows.rows(torch.arange(start, min(start + micro_batch, len(rows))), device)
-        stands = stand_probabilities(model, part, block_size, noise_range, temperature, generator)
-        more, by_position = follow_cycles(stands, part.trained, writing_starts(part))
-        cycles += more
-        accepted += by_position
-    if cycles == 0:
+    if longest_block(rows) < block_size:
         raise ValueError(
             f"no text is long enough for a block of {block_size}: its tokens must follow a seed"
         )
-    shares: Sequence[float] = (accepted / cycles).tolist()
-    return Acceptance(block_size, tuple(shares), float(cycles))
+    return Acceptance.of(count_cycles(model, rows, block_size, *args, **kwargs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from bisect import bisect_left
@@ -27,12 +28,13 @@ class Sample:
     Attributes:
         ids: token ids.
         generated: for each token, whether a model would have generated it: all of a text but its
-            first token, or the assistant's turns of a chat. Only such tokens are trained on.
+            first token, or the assistant's turns of a chat up to the end token. Only such tokens
+            are trained on.
 
     """
 
-    ids: list[int]
-    generated: list[bool]
+    ids: Sequence[int] | np.ndarray
+    generated: Sequence[bool] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class PackedRows:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def only(self, which: torch.Tensor) -> PackedRows:
+        """Some rows, as they are kept."""
+        kept = (t[which] for t in (self.ids, self.documents, self.positions, self.trained))
+        return PackedRows(*kept)
+
     def rows(self, which: torch.Tensor, device: torch.device) -> PackedRows:
         """Some rows, int64 but for `trained`, on a device."""
         return PackedRows(
@@ -67,7 +74,7 @@ class PackedRows:
 
 
 def read_records(source: str, split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, record) for each line of a JSONL file, or each row of a datasets name.
+    """(place, record) for each line of a JSONL file, or each row of a dataset, "name[:config]".
 
     Raises:
         DataError: no such file and no such dataset, or a line that is no JSON object.
@@ -93,7 +100,8 @@ def read_records(source: str, split: str = "train") -> Iterator[tuple[str, dict[
     from datasets import load_dataset
 
     try:
-        dataset = load_dataset(source, split=split)
+        name, _, config = source.partition(":")
+        dataset = load_dataset(name, config or None, split=split)
     except Exception as error:
         raise DataError(
             f"{source!r} is no file here and could not be loaded as a dataset: {error}"
@@ -136,24 +144,33 @@ def render(record: dict[str, Any], tokenizer: Any, place: str) -> Document:
     if not tokenizer.chat_template:
         raise DataError(f"{place}: `messages` needs a chat template, and the tokenizer has none")
     messages = record["messages"]
+    if not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise DataError(f"{place}: `messages` must hold objects with `role` and `content`")
 
     def written(some: list[Any], prompt: bool) -> str:
         return str(
             tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt)
         )
 
-    text = written(messages, False)
     spans = []
-    for turn, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        start = written(messages[:turn], True)
-        end = text if turn + 1 == len(messages) else written(messages[: turn + 1], False)
-        # Templates that rewrite earlier turns (dropped thoughts) leave only the last one whole.
-        if text.startswith(start) and text.startswith(end):
-            spans.append((len(start), len(end)))
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not turns or turns[0] == 0:
+        raise DataError(f"{place}: no assistant turn that answers something")
+    try:
+        text = written(messages, False)
+        for turn in turns:
+            start = written(messages[:turn], True)
+            end = text if turn + 1 == len(messages) else written(messages[: turn + 1], False)
+            # Templates that rewrite earlier turns (dropped thoughts) leave only the last one whole.
+            if text.startswith(start) and text.startswith(end):
+                spans.append((len(start), len(end)))
+    except Exception as error:  # templates raise what they like
+        raise DataError(f"{place}: the chat template refuses it: {error}") from error
     if not spans:
-        raise DataError(f"{place}: no assistant turn to train on")
+        raise DataError(
+            f"{place}: the chat template writes no assistant turn as it would be generated (it "
+            f"changes the prompt or the answer afterwards); give `text` instead"
+        )
     return Document(text, tuple(spans), place)
 
 
@@ -189,27 +206,33 @@ def _sample(document: Document, ids: list[int], offsets: Any, end_id: int | None
             ids.append(end_id)
         if len(ids) < 2:
             raise DataError(f"{document.place}: a text of one token")
-        return Sample(ids, [False] + [True] * (len(ids) - 1))
+        generated = np.ones(len(ids), np.bool_)
+        generated[0] = False
+        return Sample(np.array(ids, np.int32), generated)
     firsts = [first for first, _ in offsets]
-    generated = [False] * len(ids)
+    generated = np.zeros(len(ids), np.bool_)
     for start, end in document.spans:
-        span = slice(bisect_left(firsts, start), bisect_left(firsts, end))
-        generated[span] = [True] * (span.stop - span.start)
-    return Sample(ids, generated)
+        first, last = bisect_left(firsts, start), bisect_left(firsts, end)
+        # What templates write behind the end token (a line break) no model generates.
+        ends = [i for i in range(first, last) if ids[i] == end_id]
+        generated[first : ends[-1] + 1 if ends else last] = True
+    return Sample(np.array(ids, np.int32), generated)
 
 
 _TOKENIZED_AT_ONCE = 4096
 
 
-def load_samples(source: str, tokenizer: Any, context: int, split: str = "train") -> list[Sample]:
-    """Every record of a source as tokens.
+def load_samples(
+    source: str, tokenizer: Any, context: int, split: str = "train", limit: int | None = None
+) -> list[Sample]:
+    """The records of a source as tokens, or the first `limit` of them.
 
     Raises:
         DataError: nothing there, or a sample longer than `context`.
 
     """
     samples: list[Sample] = []
-    records = read_records(source, split)
+    records = itertools.islice(read_records(source, split), limit)
     while chunk := list(itertools.islice(records, _TOKENIZED_AT_ONCE)):
         documents = [render(record, tokenizer, place) for place, record in chunk]
         tokenized = tokenize(documents, tokenizer)
@@ -233,16 +256,26 @@ def split_heldout(samples: list[Sample], count: int) -> tuple[list[Sample], list
     return samples[:-count], samples[-count:]
 
 
+# Rows that may still take a document.
+_OPEN_ROWS = 64
+
+
 def pack(samples: Sequence[Sample], context: int) -> PackedRows:
-    """Fill rows with whole documents, in order: no document is cut or crosses a row."""
+    """Fill rows with whole documents, the first that has room: none is cut or crosses a row."""
     rows: list[list[Sample]] = []
-    free = 0
+    open_rows: list[tuple[int, list[Sample]]] = []  # (free tokens, row)
     for sample in samples:
-        if len(sample.ids) > free or not rows:
+        length = len(sample.ids)
+        at = next((i for i, (free, _) in enumerate(open_rows) if free >= length), None)
+        if at is None:
+            if len(open_rows) == _OPEN_ROWS:
+                open_rows.remove(min(open_rows, key=lambda found: found[0]))
             rows.append([])
-            free = context
-        rows[-1].append(sample)
-        free -= len(sample.ids)
+            open_rows.append((context, rows[-1]))
+            at = len(open_rows) - 1
+        free, row = open_rows[at]
+        row.append(sample)
+        open_rows[at] = (free - length, row)
     shape = (len(rows), context)
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     documents = np.full(shape, PADDING, np.int16)
@@ -257,6 +290,16 @@ def pack(samples: Sequence[Sample], context: int) -> PackedRows:
             trained[at, start : end - 1] = sample.generated[1:]
             start = end
     return PackedRows(*map(torch.from_numpy, (ids, documents, positions, trained)))
+
+
+def fingerprint(*parts: PackedRows) -> str:
+    """Tells whether a resumed run has the data of the first one."""
+    found = hashlib.sha256()
+    for rows in parts:
+        for tensor in (rows.ids, rows.documents, rows.trained):
+            found.update(repr(tuple(tensor.shape)).encode())
+            found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
 
 
 def row_order(count: int, seed: int, needed: Iterable[int]) -> torch.Tensor:

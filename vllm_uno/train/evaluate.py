@@ -11,7 +11,7 @@ import torch
 
 from vllm_uno.train.acceptance import measure
 from vllm_uno.train.data import DataError, Sample, load_samples, pack
-from vllm_uno.train.model import ModelError, NoisedModel, load_model, load_tokenizer, noise_high
+from vllm_uno.train.model import NoisedModel, load_model, load_tokenizer, noise_high
 from vllm_uno.train.settings import option
 
 
@@ -40,6 +40,22 @@ class EvalSettings:
     seed: int = option(0, "of the answers and the noise")
     output: str | None = option(None, "folder for acceptance.json and acceptance.png")
 
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("samples", "prompt_tokens", "max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.block_sizes or min(self.block_sizes) < 1:
+            problems.append(f"block_sizes must be numbers of at least 1, not {self.block_sizes}")
+        if not self.temperatures or min(self.temperatures) < 0:
+            problems.append(f"temperatures must not be negative, not {self.temperatures}")
+        if self.attention not in ("flex", "sdpa"):
+            problems.append(f"attention must be flex or sdpa, not {self.attention!r}")
+        if self.dtype not in ("bfloat16", "float32"):
+            problems.append(f"dtype must be bfloat16 or float32, not {self.dtype!r}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
 
 def evaluate(settings: EvalSettings) -> list[dict[str, Any]]:
     """Print the table; returns its rows (block_size, temperature, tau, acceptance, tokens).
@@ -50,15 +66,14 @@ def evaluate(settings: EvalSettings) -> list[dict[str, Any]]:
     """
     from peft import PeftModel
 
-    from vllm_uno.adapter_source import METADATA_FILE
+    from vllm_uno.adapter_source import fetch_adapter, find_adapter, noise_range
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    adapter = Path(settings.adapter or Path(settings.model, "adapter"))
-    if not (adapter / "adapter_config.json").is_file():
-        raise ModelError(f"{adapter} is no adapter folder (no adapter_config.json): give adapter")
+    source = find_adapter(settings.model, settings.revision, settings.adapter, None)
+    adapter = fetch_adapter(source)
     tokenizer = load_tokenizer(settings.model, settings.revision)
-    samples = load_samples(settings.data, tokenizer, 1 << 30, settings.data_split)
-    prompts = [_prompt(s, settings.prompt_tokens) for s in samples[: settings.samples]]
+    samples = load_samples(settings.data, tokenizer, 1 << 30, settings.data_split, settings.samples)
+    prompts = [_prompt(s, settings.prompt_tokens) for s in samples]
     base = load_model(
         settings.model,
         revision=settings.revision,
@@ -66,12 +81,10 @@ def evaluate(settings: EvalSettings) -> list[dict[str, Any]]:
         attention=settings.attention,
         device=device,
     )
-    path = adapter / METADATA_FILE
-    metadata = json.loads(path.read_text()) if path.is_file() else {}
-    noise = (
-        metadata.get("noise_low", 1),
-        noise_high(tokenizer, base.config.vocab_size, metadata.get("mask_token_id")),
-    )
+    vocab_size = base.config.vocab_size
+    # The tokenizer's size stands where neither the adapter nor the table says it.
+    usual = noise_high(tokenizer, vocab_size, None)
+    noise = noise_range(adapter, settings.model, usual, 1, vocab_size, source)
     answers = {
         temperature: write_answers(base, tokenizer, prompts, temperature, settings)
         for temperature in settings.temperatures
@@ -116,15 +129,15 @@ def evaluate(settings: EvalSettings) -> list[dict[str, Any]]:
 
 def _prompt(sample: Sample, prompt_tokens: int) -> list[int]:
     """What comes before the last stretch that the model wrote, or the text's first tokens."""
-    first = sample.generated.index(True)
-    if first == 1 and all(sample.generated[1:]):
-        return sample.ids[:prompt_tokens]
-    last = len(sample.ids)
-    while last and not sample.generated[last - 1]:
+    generated = [bool(g) for g in sample.generated]
+    if all(generated[1:]):  # a plain text, of which the model must have something left to write
+        return list(sample.ids[: min(prompt_tokens, len(generated) // 2)])
+    last = len(generated)
+    while last and not generated[last - 1]:
         last -= 1
-    while last and sample.generated[last - 1]:
+    while last and generated[last - 1]:
         last -= 1
-    return sample.ids[:last]
+    return [int(i) for i in sample.ids[:last]]
 
 
 @torch.no_grad()
@@ -136,6 +149,8 @@ def write_answers(
     settings: EvalSettings,
 ) -> list[Sample]:
     """The base model's own continuations, greedy at T = 0."""
+    from transformers import GenerationConfig
+
     device = base.get_output_embeddings().weight.device
     end = base.generation_config.eos_token_id
     ends = set(end if isinstance(end, list) else [end])
@@ -153,9 +168,13 @@ def write_answers(
         out = base.generate(
             input_ids=ids,
             attention_mask=seen,
-            max_new_tokens=settings.max_new_tokens,
-            pad_token_id=pad,
-            **sampling,
+            # Not the model's own, which may hold penalties: the text must follow the bare law.
+            generation_config=GenerationConfig(
+                max_new_tokens=settings.max_new_tokens,
+                eos_token_id=end,
+                pad_token_id=pad,
+                **sampling,
+            ),
         )
         for prompt, row in zip(part, out[:, width:].tolist(), strict=True):
             stop = next((i + 1 for i, t in enumerate(row) if t in ends), len(row))

@@ -76,6 +76,10 @@ class NoisedModel(nn.Module):
         return self._head[0]
 
     @property
+    def decoder(self) -> Any:
+        return self._decoder[0]
+
+    @property
     def autocast(self) -> Any:
         weight = self.head.weight
         return torch.autocast(
@@ -103,7 +107,7 @@ class NoisedModel(nn.Module):
             [torch.zeros_like(seeds), (seeds != UNUSED).long()], dim=1
         ).unsqueeze(-1)
         with self.autocast:
-            hidden = self._decoder[0](
+            hidden = self.decoder(
                 input_ids=ids,
                 attention_mask=make_mask(rows.documents, seeds),
                 position_ids=positions,
@@ -147,9 +151,43 @@ class NoisedModel(nn.Module):
 def learning_rows(seeds: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
     """Flat indices of noised rows with a law to learn: int64 [R] into N * L.
 
+    Blocks whose seed lies inside a prompt are left out: decoding never drafts the rest of one.
     On the CPU, where its length costs no synchronisation with the GPU.
     """
-    return ((seeds != UNUSED) & trained).flatten().nonzero().flatten()
+    after_prompt = trained.gather(1, seeds.clamp(min=0))
+    return ((seeds != UNUSED) & trained & after_prompt).flatten().nonzero().flatten()
+
+
+@torch.no_grad()
+def check_doubled_pass(model: NoisedModel, rows: PackedRows, device: torch.device) -> None:
+    """The clean half must be the model's own pass over a document.
+
+    Finds what a mask cannot do: attention windows, position biases, recurrent layers, dropout.
+
+    Args:
+        model: with its adapter.
+        rows: of which the first is looked at.
+        device: of the model.
+
+    Raises:
+        ModelError: it is not, or a targeted layer cannot be gated.
+
+    """
+    part = rows.rows(torch.arange(1), device)
+    seeds = torch.full_like(part.ids, UNUSED)
+    clean, _ = model.hidden_states(part, seeds, part.ids)
+    # The last of the row: one that must not see others.
+    own = part.documents[0] == part.documents[0].max()
+    with model.autocast, model.peft_model.disable_adapter():
+        plain = model.decoder(input_ids=part.ids[:, own], use_cache=False).last_hidden_state
+    error = float((clean[:, own].float() - plain.float()).norm() / plain.float().norm())
+    limit = 0.05 if model.head.weight.dtype == torch.bfloat16 else 1e-3
+    if not error < limit:
+        raise ModelError(
+            f"the model's own pass over a document differs from the doubled one (relative error "
+            f"{error:.2g}): its attention is not what a mask can say (a window, position biases, "
+            f"recurrent layers), and the trainer does not know it."
+        )
 
 
 def load_tokenizer(name: str, revision: str | None) -> Any:
@@ -192,11 +230,19 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r} could not be loaded: {error}") from error
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if getattr(model.config, "sliding_window", None) is not None:
+        kinds.add("sliding_attention")
     if kinds != {"full_attention"}:
         raise ModelError(
             f"{name!r} has layers of kinds {sorted(kinds)}: the block mask needs full attention "
             f"in every layer."
         )
+    # Also where gradient checkpointing puts the model into training mode.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
     model.requires_grad_(False)
     model.eval()
     model.to(device)
@@ -236,6 +282,12 @@ def add_adapter(model: Any, targets: Sequence[str], rank: int, scale: float) -> 
         raise ModelError(
             f"targets {missing} are not layers of this model; its linear layers are "
             f"{sorted(names)}."
+        )
+    head = model.get_output_embeddings()
+    heads = [n for n, m in model.named_modules() if m is head and n.rpartition(".")[2] in targets]
+    if heads:
+        raise ModelError(
+            f"targets name the output head ({heads[0]}): it must stay the base model's"
         )
     config = LoraConfig(
         r=rank,

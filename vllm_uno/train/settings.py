@@ -34,9 +34,7 @@ class TrainSettings:
 
     model: str = field(metadata={"help": "base model: local folder or hub id"})
     data: str = field(
-        metadata={
-            "help": "JSONL file with `text` or chat `messages` in each line, or a datasets name"
-        }
+        metadata={"help": "JSONL with `text` or chat `messages`, or a dataset: name[:config]"}
     )
     output: str = field(metadata={"help": "folder for the adapter; must be new or empty"})
     revision: str | None = option(None, "revision of the base model on the hub")
@@ -77,9 +75,14 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         problems = []
-        for name in ("context", "steps", "batch_size", "micro_batch_size", "rank", "save_every"):
+        for name in (
+            *("context", "steps", "batch_size", "micro_batch_size", "rank", "heldout_samples"),
+            *("save_every", "eval_every", "log_every"),
+        ):
             if getattr(self, name) < 1:
                 problems.append(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.warmup_steps < 0:
+            problems.append(f"warmup_steps must not be negative, not {self.warmup_steps}")
         if not self.block_sizes or min(self.block_sizes) < 2:
             problems.append(f"block_sizes must be numbers of at least 2, not {self.block_sizes}")
         elif max(self.block_sizes) > self.context:

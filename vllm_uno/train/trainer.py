@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import signal
+import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,20 @@ from typing import Any
 import torch
 
 from vllm_uno.adapter_source import METADATA_FILE
-from vllm_uno.train.acceptance import Acceptance, measure
-from vllm_uno.train.blocks import block_seeds, draw_noise, draw_offsets
-from vllm_uno.train.data import PackedRows, load_samples, pack, row_order, split_heldout
+from vllm_uno.train.acceptance import Acceptance, count_cycles, longest_block
+from vllm_uno.train.blocks import PADDING, block_seeds, draw_noise, draw_offsets
+from vllm_uno.train.data import (
+    PackedRows,
+    fingerprint,
+    load_samples,
+    pack,
+    row_order,
+    split_heldout,
+)
 from vllm_uno.train.model import (
     NoisedModel,
     add_adapter,
+    check_doubled_pass,
     learning_rows,
     load_model,
     load_tokenizer,
@@ -59,12 +71,20 @@ def train(settings: TrainSettings) -> TrainResult:
 
     """
     from accelerate import Accelerator
+    from accelerate.utils import DistributedType, GradientAccumulationPlugin
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     output = Path(settings.output)
     check_output(output, settings)
-    accelerator = Accelerator()
+    # The user's own accelerate configuration may say otherwise.
+    plugin = GradientAccumulationPlugin(num_steps=1)
+    accelerator = Accelerator(mixed_precision="no", gradient_accumulation_plugin=plugin)
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        raise SettingsError(
+            f"accelerate is configured for {accelerator.distributed_type.value}: launch with plain "
+            f"data parallelism (accelerate launch --multi_gpu)"
+        )
     device = accelerator.device
     rows_per_pass = settings.micro_batch_size * accelerator.num_processes
     if settings.batch_size % rows_per_pass:
@@ -73,7 +93,6 @@ def train(settings: TrainSettings) -> TrainResult:
             f"({settings.micro_batch_size} * {accelerator.num_processes})"
         )
     tokenizer = load_tokenizer(settings.model, settings.revision)
-    training, heldout = _load_data(settings, tokenizer)
     attention = settings.attention
     if attention == "auto":
         attention = "flex" if device.type == "cuda" else "sdpa"
@@ -90,25 +109,42 @@ def train(settings: TrainSettings) -> TrainResult:
     limit = getattr(base.config, "max_position_embeddings", settings.context)
     if settings.context > limit:
         raise SettingsError(f"context={settings.context} is past the model's {limit} positions")
+    training, heldout = _load_data(settings, tokenizer)
+    if (longest := longest_block(heldout)) < max(settings.block_sizes):
+        raise SettingsError(
+            f"no held-out text is long enough for a block of {max(settings.block_sizes)} (the "
+            f"longest takes {longest}): give smaller block_sizes, or longer text in heldout"
+        )
     torch.manual_seed(settings.seed)  # PEFT's initial A
     peft_model = add_adapter(base, settings.targets, settings.rank, settings.scale)
     if settings.gradient_checkpointing:
-        peft_model.train()  # without it transformers checkpoints nothing; dropout is zero
+        peft_model.train()  # without it transformers checkpoints nothing; `load_model` took
+        # the dropout out
         base.gradient_checkpointing_enable({"use_reentrant": False})
     model = NoisedModel(peft_model, attention)
-    run = _Run(settings, accelerator, model, training, heldout, (settings.noise_low, high))
+    check_doubled_pass(model, training, device)
+    if settings.revision is None:  # what a later look at the adapter must know
+        revision = getattr(base.config, "_commit_hash", None)
+    else:
+        revision = settings.revision
+    run = _Run(
+        settings, accelerator, model, training, heldout, (settings.noise_low, high), revision
+    )
     return run.go()
 
 
 def check_output(output: Path, settings: TrainSettings) -> None:
     """Refuse to write over anything, and to resume what is not there or is another run."""
-    checkpoint = output / CHECKPOINT
+    checkpoint, old = output / CHECKPOINT, output / f"{CHECKPOINT}.old"
+    if not checkpoint.exists() and old.exists():  # killed between two renames
+        os.rename(old, checkpoint)
     if not settings.resume:
-        if output.is_file() or (output.is_dir() and any(output.iterdir())):
-            raise SettingsError(
-                f"output folder {output} is not empty: give a new one, or resume to go on from "
-                f"its checkpoint"
-            )
+        # A run that ended before its first checkpoint leaves its log alone.
+        left = {p.name for p in output.iterdir()} if output.is_dir() else set()
+        if output.is_file() or left - {LOG, f"{CHECKPOINT}.partial"}:
+            way_out = "resume goes on from its checkpoint" if checkpoint.exists() else "it has no"
+            way_out += "" if checkpoint.exists() else " checkpoint to resume from"
+            raise SettingsError(f"output folder {output} is not empty: give a new one ({way_out})")
         return
     if not (checkpoint / "settings.json").is_file():
         raise SettingsError(f"{output} has no checkpoint to resume from")
@@ -132,8 +168,13 @@ def _load_data(settings: TrainSettings, tokenizer: Any) -> tuple[PackedRows, Pac
     if settings.heldout is None:
         samples, heldout = split_heldout(samples, settings.heldout_samples)
     else:
-        heldout = load_samples(settings.heldout, tokenizer, settings.context, settings.data_split)
-        heldout = heldout[: settings.heldout_samples]
+        heldout = load_samples(
+            settings.heldout,
+            tokenizer,
+            settings.context,
+            settings.data_split,
+            settings.heldout_samples,
+        )
     return pack(samples, settings.context), pack(heldout, settings.context)
 
 
@@ -151,8 +192,12 @@ class _Run:
         rows: PackedRows,
         heldout: PackedRows,
         noise_range: tuple[int, int],
+        revision: str | None,
     ) -> None:
         self.settings = settings
+        self.revision = revision
+        self.data = fingerprint(rows, heldout)
+        self.interrupted = False
         self.accelerator = accelerator
         self.model = model
         self.rows = rows
@@ -180,40 +225,70 @@ class _Run:
         self.output.mkdir(parents=True, exist_ok=True)
         if settings.resume:
             self._load_checkpoint()
-        end = settings.steps if settings.stop_after is None else settings.stop_after
-        end = min(end, settings.steps)
+        end = min(settings.steps, settings.stop_after or settings.steps)
         main = self.accelerator.is_main_process
+        if main and self.step == 0:
+            (self.output / LOG).unlink(missing_ok=True)
         started, tokens = time.monotonic(), 0
         bar = tqdm(total=settings.steps, initial=self.step, unit="step", disable=not main)
-        # On the device: read when it is logged, since reading waits for the GPU.
+        # Of loss, TV, CE and KL, and the rows they are the means of. On the device: read when it
+        # is logged, since reading waits for the GPU.
         sums = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
         if self.step == 0:
-            self._measure(bar)
-        while self.step < end:
-            lr = settings.lr_at(self.step)
-            sums += self._optimizer_step(lr)
-            self.step += 1
-            tokens += settings.batch_size * settings.context
-            bar.update(1)
-            if self.step % settings.log_every == 0 or self.step == end:
-                elapsed = time.monotonic() - started
-                self._log_losses(bar, sums, lr, tokens / elapsed, self.seconds + elapsed)
-                sums.zero_()
-            if self.step % settings.eval_every == 0 or self.step == settings.steps:
-                self._measure(bar)
-            if self.step % settings.save_every == 0 and self.step < end:
-                self._save_checkpoint(self.seconds + time.monotonic() - started)
+            self._measure()
+        with self._stop_on_interrupt():
+            while self.step < end and not self.interrupted:
+                lr = settings.lr_at(self.step)
+                more, read = self._optimizer_step(lr)
+                sums += more
+                self.step += 1
+                tokens += read
+                bar.update(1)
+                saves = self.step % settings.save_every == 0
+                if self.step % settings.log_every == 0 or saves or self.step == end:
+                    elapsed = time.monotonic() - started
+                    self._log_losses(bar, sums, lr, tokens / elapsed, self.seconds + elapsed)
+                    sums.zero_()
+                if self.step % settings.eval_every == 0 or self.step == settings.steps:
+                    self._measure()
+                if saves and self.step < end:
+                    self._save_checkpoint(self.seconds + time.monotonic() - started)
         bar.close()
         self._save_checkpoint(self.seconds + time.monotonic() - started)
-        adapter = None
-        if self.step == settings.steps:
-            adapter = self._finish()
+        adapter = self._finish() if self.step == settings.steps else None
         self._plot()
         self.accelerator.wait_for_everyone()
         return TrainResult(adapter, self.step, self.measured)
 
-    def _optimizer_step(self, lr: float) -> torch.Tensor:
-        """One update; returns the sums of loss, TV, CE, KL and their count."""
+    @contextmanager
+    def _stop_on_interrupt(self) -> Iterator[None]:
+        """Control-C ends the run after its step, with a checkpoint; a second one at once."""
+
+        def stop(number: int, frame: Any) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _optimizer_step(self, lr: float) -> tuple[torch.Tensor, int]:
+        """One update.
+
+        Every learning row of the step weighs the same, however rows are spread over passes and
+        processes.
+
+        Returns:
+            Sums of loss, TV, CE and KL over this process's learning rows, and their number, fp64
+            [5]; how many tokens the step read.
+
+        """
         settings, accelerator = self.settings, self.accelerator
         block_size = settings.block_size_at(self.step)
         # Of this step alone, and the same whatever the number of processes.
@@ -224,6 +299,7 @@ class _Run:
         offsets = draw_offsets(everything.documents, block_size, generator)
         noise = draw_noise((len(order), settings.context), *self.noise_range, generator)
         seeds = block_seeds(everything.documents, everything.positions, offsets, block_size)
+        all_rows = max(1, learning_rows(seeds, everything.trained).shape[0])
         mine = range(
             accelerator.process_index * settings.micro_batch_size,
             len(order),
@@ -235,6 +311,7 @@ class _Run:
         for number, start in enumerate(mine):
             part = torch.arange(start, start + settings.micro_batch_size)
             used = learning_rows(seeds[part], everything.trained[part])
+            count = used.shape[0]
             with _sync(accelerator, self.wrapped, number == len(mine) - 1):
                 loss, means = self.wrapped(
                     everything.rows(part, device),
@@ -243,17 +320,25 @@ class _Run:
                     used.to(device),
                     settings.loss_weights,
                 )
-                accelerator.backward(loss / len(mine))
-            total += torch.cat([loss.detach().view(1), means, torch.ones_like(means[:1])])
+                # Data parallelism takes the mean over processes.
+                accelerator.backward(loss * (count * accelerator.num_processes / all_rows))
+            total[:4] += torch.cat([loss.detach().view(1), means]) * count
+            total[4] += count
         torch.nn.utils.clip_grad_norm_(self.trained_parameters, settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total
+        return total, int((everything.documents != PADDING).sum())
 
     def _log_losses(
         self, bar: Any, sums: torch.Tensor, lr: float, rate: float, seconds: float
     ) -> None:
-        loss, tv, ce, kl = (sums[:4] / sums[4]).tolist()
+        sums = self.accelerator.reduce(sums, "sum")
+        loss, tv, ce, kl = (sums[:4] / sums[4].clamp(min=1)).tolist()
+        if not math.isfinite(loss):
+            raise SettingsError(
+                f"the loss is not finite at step {self.step}: lower lr or max_grad_norm. The last "
+                f"checkpoint in {self.output}, if there is one, is sound."
+            )
         shown = {"loss": f"{loss:.4f}", "tok/s": f"{rate:.0f}"}
         if self.measured is not None:
             shown["tau"] = f"{self.measured.tau:.2f}"
@@ -271,19 +356,20 @@ class _Run:
             seconds=seconds,
         )
 
-    def _measure(self, bar: Any) -> None:
-        """Acceptance on held-out text, by the main process."""
-        if not self.accelerator.is_main_process:
-            return
-        self.measured = measure(
+    def _measure(self) -> None:
+        """Acceptance on held-out text; every process looks at its share."""
+        accelerator, block_size = self.accelerator, max(self.settings.block_sizes)
+        mine = torch.arange(accelerator.process_index, len(self.heldout), accelerator.num_processes)
+        counts = count_cycles(
             self.model,
-            self.heldout,
-            max(self.settings.block_sizes),
+            self.heldout.only(mine),
+            block_size,
             self.noise_range,
             1.0,
             micro_batch=self.settings.micro_batch_size,
-            device=self.accelerator.device,
+            device=accelerator.device,
         )
+        self.measured = Acceptance.of(accelerator.reduce(counts.to(accelerator.device), "sum"))
         self._log(
             step=self.step, tau=self.measured.tau, acceptance=list(self.measured.per_position)
         )
@@ -307,6 +393,7 @@ class _Run:
         measured = self.measured
         state = {
             "step": self.step,
+            "data": self.data,
             "seconds": seconds,
             "adapter": self._state(),
             "optimizer": self.optimizer.state_dict(),
@@ -317,7 +404,7 @@ class _Run:
         }
         torch.save(state, folder / "state.pt")
         (folder / "settings.json").write_text(json.dumps(self.settings.fixed(), indent=1))
-        # Never a moment without a whole checkpoint: the old one steps aside first.
+        # A run that is killed between the renames finds the old one (`check_output`).
         old, new = self.output / f"{CHECKPOINT}.old", self.output / CHECKPOINT
         shutil.rmtree(old, ignore_errors=True)
         if new.exists():
@@ -329,6 +416,11 @@ class _Run:
         state = torch.load(
             self.output / CHECKPOINT / "state.pt", map_location="cpu", weights_only=True
         )
+        if state["data"] != self.data:
+            raise SettingsError(
+                f"{self.settings.data} is not the data that the run in {self.output} began with "
+                f"(or the tokenizer writes it differently): resume with that, or start anew"
+            )
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, value in state["adapter"].items():
@@ -358,7 +450,7 @@ class _Run:
                 "mask_token_id": self.noise_range[1],
                 "block_sizes": settings.block_sizes,
                 "base_model": settings.model,
-                "revision": settings.revision,
+                "revision": self.revision,
             }
             (self.output / METADATA_FILE).write_text(json.dumps(metadata, indent=1) + "\n")
             (self.output / "settings.json").write_text(
@@ -372,7 +464,10 @@ class _Run:
             return
         from vllm_uno.train.plots import plot_training
 
-        plot_training(self.output / LOG, self.output / PLOT)
+        try:
+            plot_training(self.output / LOG, self.output / PLOT)
+        except Exception as error:  # the adapter is there: a picture is no reason to fail
+            print(f"no {PLOT}: {error}")
 
 
 def _sync(accelerator: Any, model: Any, last: bool) -> Any:
