@@ -44,7 +44,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     test = args.out / "test.jsonl"
     problems.write_records(test, "test", args.samples)
-    waiting = [n for n in args.rows if not (folder(args.out, n) / "acceptance.json").is_file()]
+    waiting = [n for n in args.rows if not (folder(args, n) / "acceptance.json").is_file()]
     while waiting:
         batch, waiting = waiting[: args.jobs], waiting[args.jobs :]
         running = [subprocess.Popen(["bash", "-ec", command(args, n, test)]) for n in batch]
@@ -52,7 +52,7 @@ def main() -> None:
             if process.wait() != 0:
                 sys.exit(f"{name}: failed, see above")
     table = [
-        (name, json.loads((folder(args.out, name) / "acceptance.json").read_text()))
+        (name, json.loads((folder(args, name) / "acceptance.json").read_text()))
         for name in args.rows
     ]
     print(f"{'adapter':40}" + "".join(f"  B={b:>2}" for b in BLOCKS))
@@ -62,17 +62,20 @@ def main() -> None:
     plot(table, args.out / "ablation.png")
 
 
-def folder(out: Path, name: str) -> Path:
-    return out / "".join(c if c.isalnum() else "-" for c in name)
+def folder(args: argparse.Namespace, name: str) -> Path:
+    """Of one row and number of steps."""
+    return Path(args.out, "".join(c if c.isalnum() else "-" for c in name) + f"-{args.steps}")
 
 
 def command(args: argparse.Namespace, name: str, test: Path) -> str:
     """Shell lines that train and measure one row."""
-    model, adapter = str(bundled_model()), folder(args.out, name)
+    model, adapter = str(bundled_model()), folder(args, name)
     trainer = [
         *(sys.executable, str(ROOT / "examples" / "bundled_model" / "train_adapter.py")),
         *("--model", model, "--output", str(adapter), "--steps", str(args.steps), *ROWS[name]),
     ]
+    if (adapter / "checkpoint").is_dir():
+        trainer.append("--resume")
     measure = [
         *(sys.executable, "-m", "vllm_uno.cli", "eval-adapter", "--model", model),
         *("--adapter", str(adapter), "--data", str(test), "--samples", str(args.samples)),

@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_uno.bundled import bundled_model
 from vllm_uno.bundled.problems import Content, contents, continuations, write
 
 Tokens = list[int]
@@ -213,13 +214,15 @@ def model_source(
 def main() -> None:
     parser = argparse.ArgumentParser(description="tau of a drafter with exact marginals")
     parser.add_argument("--source", choices=("generator", "model"), default="generator")
-    parser.add_argument("--model", help="folder of the model, for --source model")
+    parser.add_argument("--model", help="folder (default: the bundled model)")
     parser.add_argument("--tokenizer", help="folder of the tokenizer; default: the model's")
     parser.add_argument("--problems", type=int, default=40)
     parser.add_argument("--samples", type=int, default=512, help="continuations per text, >= 128")
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.model is None:
+        args.model = str(bundled_model())
 
     from transformers import AutoTokenizer
 

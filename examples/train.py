@@ -1,18 +1,22 @@
 """Train an adapter for a model, then decode with it.
 
 python examples/train.py                              the bundled model, a minute on a CPU
-python examples/train.py --model Qwen/Qwen3-0.6B --data my.jsonl --steps 2000 --context 2048
+python examples/train.py --model Qwen/Qwen3-0.6B --data my.jsonl --output my-adapter \
+    --steps 2000 --context 2048 --batch 32 --lr 1e-4 --block-size 8
 
 Each line of the data has `text`, or chat `messages`. `vllm-uno train --help` shows all settings;
 docs/training.md says what to train on and for how long.
 """
 
 import argparse
+import gc
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vllm_uno.vllm_hooks.cpu_interpreter import is_cpu_build
 
@@ -39,6 +43,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
+    if args.model and not (args.data and args.output):
+        parser.error("--model needs --data and --output")
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             from vllm_uno.bundled import bundled_model
@@ -68,7 +74,7 @@ def train(args: argparse.Namespace, output: Path) -> None:
             block_sizes=[args.block_size],
             steps=args.steps,
             batch_size=args.batch,
-            micro_batch_size=args.batch,
+            micro_batch_size=min(args.batch, 4),
             rank=args.rank,
             scale=2.0,
             lr=args.lr,
@@ -86,6 +92,8 @@ def train(args: argparse.Namespace, output: Path) -> None:
 
 
 def decode(args: argparse.Namespace, adapter: Path) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # vLLM looks at what is free
     from vllm import LLM, SamplingParams
 
     from vllm_uno.inspect_engine import draft_stats
@@ -107,7 +115,9 @@ def decode(args: argparse.Namespace, adapter: Path) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=args.max_tokens, seed=0)
     try:
         if "messages" in record:
-            (answer,) = llm.chat([record["messages"][:1]] * 1, params, use_tqdm=False)
+            turns = [message["role"] for message in record["messages"]]
+            question = record["messages"][: turns.index("assistant")]
+            (answer,) = llm.chat(question, params, use_tqdm=False)
         else:
             (answer,) = llm.generate([record["text"][:100]], params, use_tqdm=False)
         print(f"answer: {answer.outputs[0].text!r}")

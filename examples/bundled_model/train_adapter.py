@@ -10,7 +10,7 @@ flags are those of `vllm-uno train`; what is set here is set again by giving it.
 from __future__ import annotations
 
 import argparse
-import tempfile
+import shutil
 from pathlib import Path
 
 from vllm_uno import cli
@@ -41,19 +41,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--problems", type=int, default=60_000, help="to train on")
     parser.add_argument("--wording", choices=("varied", "fixed"), default="varied")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the adapter")
     args, rest = parser.parse_known_args()
-    flags: list[str] = []
+    flags = ["--output", str(args.output)]
     for name, value in RECIPE.items():
         if f"--{name}" not in rest:
             flags += [f"--{name}", *(value if isinstance(value, list) else [value])]
-    with tempfile.TemporaryDirectory() as folder:
-        paths = []
-        for split, count in (("train", args.problems), ("test", int(RECIPE["heldout_samples"]))):
-            path = Path(folder, f"{split}.jsonl")
-            problems.write_records(path, split, count, wording=args.wording)
-            paths.append(str(path))
-        data = ["--data", paths[0], "--heldout", paths[1]]
-        return cli.main(["train", *data, *flags, *rest])
+    # Beside the output and not in a temporary folder: a resumed run wants the same data.
+    folder = args.output.with_name(f"{args.output.name}-data")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", args.problems), ("test", int(RECIPE["heldout_samples"]))):
+        path = folder / f"{split}.jsonl"
+        problems.write_records(path, split, count, wording=args.wording)
+        flags += ["--data" if split == "train" else "--heldout", str(path)]
+    status = cli.main(["train", *flags, *rest])
+    if (args.output / "adapter_config.json").is_file():
+        shutil.rmtree(folder)
+    return status
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()  # as every vLLM process does
 from vllm.engine.arg_utils import EngineArgs
 print("FROM", vllm_uno.__file__)
+from vllm_uno.bundled import bundled_model
+print("MODEL", sorted(p.name for p in bundled_model().rglob("*") if p.is_file()))
 print("HOOKED", hasattr(EngineArgs.create_speculative_config, "__uno_original__"))
 """
 
@@ -46,4 +48,7 @@ def test_wheel_registers_the_method(tmp_path: Path) -> None:
             run(python, "-m", "pip", "uninstall", "-q", "-y", name)
     out = run(python, "-c", CODE)
     assert "HOOKED True" in out and str(tmp_path) in out
+    for name in ("README.md", "chat_template.jinja", "tokenizer.json", "adapter_config.json"):
+        assert repr(name) in out
+    assert "eval-adapter" in run(python.with_name("vllm-uno"), "--help")
     assert "HOOKED False" in run(python, "-c", CODE, VLLM_PLUGINS="")
