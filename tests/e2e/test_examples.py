@@ -50,7 +50,7 @@ def test_train_example(tmp_path: Path) -> None:
     tau = re.search(r"^tokens per cycle on held-out text ([\d.]+) -> ([\d.]+)$", out, re.M)
     assert loss and tau, out
     assert float(loss[2]) < 0.9 * float(loss[1])
-    assert float(tau[2]) > float(tau[1]) + 0.2
+    assert float(tau[2]) > float(tau[1]) + 0.12
     in_vllm = re.search(r"^tokens per cycle in vLLM ([\d.]+)$", out, re.M)
     assert in_vllm and float(in_vllm[1]) > float(tau[1]), out
 
