@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# What the bundled model must show on a GPU (vLLM is needed by the last part alone):
+#   tests/gpu/bundled.sh train WORK     the adapter again, fixed wording: 10 minutes
+#   tests/gpu/bundled.sh ablation WORK  three adapters at a time: 3 minutes
+#   tests/gpu/bundled.sh engine WORK    quality and math_eval in vLLM, the bound, draft logits
+# Results are left in WORK; the last lines of each are printed.
+set -u
+what=$1
+work=$2
+root=$(cd "$(dirname "$0")/../.." && pwd)
+cd "$root"
+export PYTHONPATH=$root:${PYTHONPATH:-} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+mkdir -p "$work"
+model=$root/vllm_uno/bundled/model
+recipe=examples/bundled_model/train_adapter.py
+start() { # NAME COMMAND...: beside others
+  name=$1
+  shift
+  (
+    VLLM_CACHE_ROOT=$work/cache-$name "$@" >"$work/$name.log" 2>&1
+    echo "== $name: exit $?, $SECONDS s"
+    tr '\r' '\n' <"$work/$name.log" | grep -v 'step/s\|it/s\|Warning\|INFO' | tail -25
+  ) &
+}
+case $what in
+train)
+  start adapter python3 $recipe --model "$model" --output "$work/adapter" --seed 1
+  wait
+  start fixed python3 benchmarks/fixed_wording.py --out "$work/fixed"
+  wait
+  ;;
+ablation)
+  start ablation python3 benchmarks/adapter_ablation.py --out "$work/ablation" --steps 600 --jobs 3 \
+    --rows "TV, rank 64" "TV, rank 16" "KL, rank 64"
+  wait
+  ;;
+engine)
+  # Side by side: none may take the GPU's memory for itself.
+  share='{"kv_cache_memory_bytes": 4294967296, "gpu_memory_utilization": 0.05}'
+  python3 benchmarks/math_eval.py prepare --set bundled --count 1000 --out "$work/problems.jsonl"
+  start quality python3 benchmarks/quality.py --block-sizes 8,16 --count 500 --concurrency 64 \
+    --engine "$share" --out "$work/quality"
+  for temperature in 0 1; do
+    start "math-$temperature" python3 benchmarks/math_eval.py run --model "$model" \
+      --problems "$work/problems.jsonl" --block-size 8 --concurrency 64 --max-tokens 256 \
+      --temperature $temperature --engine "$share" --out "$work/math-$temperature"
+  done
+  start bound python3 benchmarks/drafting_bound.py --source model --problems 40 --samples 256 --blocks 8
+  # Without it Triton's attention multiplies in TF32.
+  TRITON_F32_DEFAULT=ieee start oracle python3 tests/run_engine.py --bundled --oracle \
+    --dtype float32 --backend TRITON_ATTN --work "$work/oracle" --name oracle
+  wait
+  ;;
+esac
