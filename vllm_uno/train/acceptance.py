@@ -140,19 +140,13 @@ def follow_cycles(
             document, which the prefill emitted.
 
     Returns:
-        cycles [] and accepted [B], fp64, of cycles whose block lies wholly within what the model
-        wrote: the end of a text cuts others short.
+        cycles [] and accepted [B], fp64. The last cycle of a text counts as the engine counts it:
+        what it drafts past the end is not accepted.
 
     """
     stands, trained, starts = stands.double().cpu(), trained.cpu(), starts.cpu()
     count, length, block = stands.shape
     reach = stands.cumprod(-1)  # P(at least k accepted), k = 1 ... B
-    # Blocks that lie wholly inside: B written tokens follow the seed.
-    whole = torch.ones(count, length, dtype=torch.bool)
-    for ahead in range(block):
-        shifted = torch.zeros_like(trained)
-        shifted[:, : length - ahead] = trained[:, ahead:]
-        whole &= shifted
     exactly = reach.clone()
     exactly[..., :-1] -= reach[..., 1:]
     visits = torch.zeros(count, length + block + 1, dtype=torch.float64)
@@ -165,7 +159,7 @@ def follow_cycles(
         after = slice(column + 2, column + block + 2)
         inside = stretch[:, after] == stretch[:, column, None]
         visits[:, after] += here[:, None] * exactly[:, column] * inside
-    counted = visits[:, :length] * whole
+    counted = visits[:, :length] * trained
     return counted.sum(), (counted.unsqueeze(-1) * reach).sum(dim=(0, 1))
 
 
