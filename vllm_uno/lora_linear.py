@@ -120,10 +120,11 @@ class UnoLinearMethod(LinearMethodBase):
     ) -> torch.Tensor:
         assert self.ends is not None
         # A subclass may do more than multiply by `weight`.
-        if type(self.base) is UnquantizedLinearMethod and layer.weight.dtype == x.dtype:
+        weight = layer.weight if type(self.base) is UnquantizedLinearMethod else None
+        if weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
             return torch.ops.vllm_uno.uno_linear(
                 x,
-                layer.weight,
+                weight,
                 bias,
                 layer.uno_a,
                 layer.uno_b,
