@@ -36,6 +36,7 @@ def test_eager(tmp_path: Path) -> None:
     check(run(tmp_path, "eager", "--eager"))
 
 
+@pytest.mark.slow
 def test_trained_adapter(tmp_path: Path) -> None:
     """The bundled model's, whose laws are sharp; the trainer's own are compared with PEFT's in
     tests/unit/test_train.py."""

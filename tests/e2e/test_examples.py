@@ -31,7 +31,7 @@ def run(*command: str) -> str:
 
 
 def test_demo() -> None:
-    out = run("-m", "vllm_uno.demo", "--block-size", "4")
+    out = run("-m", "vllm_uno.demo", "--block-size", "4", "--max-tokens", "48")
     assert out.count("same: yes, all ") == 3
     assert "Greedy: 3 of 3 outputs are identical" in out
     greedy, sampled = out[out.index("Greedy (") :].split("Sampled (")
