@@ -128,15 +128,14 @@ def lora_add_reference(
         [M, out], new.
     """
     rank = b.shape[1]
-    h = lora_shrink_reference(x, a, block_size)
-    noise = (torch.arange(x.shape[0], device=x.device) % block_size != 0).unsqueeze(1)
+    h = lora_shrink_reference(x, a, block_size)  # zero at seed rows: `base` stays as it is there
     pieces = []
     start = 0
     for number in range(a.shape[0] // rank):
         stop = (end0, end1, base.shape[1])[number]
         part = h[:, number * rank : (number + 1) * rank]
         added = base[:, start:stop].float() + part.float() @ b[start:stop].float().t()
-        pieces.append(torch.where(noise, added.to(base.dtype), base[:, start:stop]))
+        pieces.append(added.to(base.dtype))
         start = stop
     return torch.cat([*pieces, base[:, start:]], dim=1)
 

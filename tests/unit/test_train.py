@@ -58,6 +58,17 @@ from vllm_uno.train.trainer import SettingsError, train
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VOCAB = 64
+SMALL = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    eos_token_id=1,
+)
 
 
 def sample(length: int, first_generated: int = 1, seed: int = 0) -> Sample:
@@ -68,20 +79,7 @@ def sample(length: int, first_generated: int = 1, seed: int = 0) -> Sample:
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
+    shape = SMALL | dict(head_dim=8, initializer_range=0.3, bos_token_id=None)
     torch.manual_seed(0)
     model: Any
     if request.param == "qwen3":
@@ -93,7 +91,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def noised_model(checkpoint: Path, moved: bool = True) -> NoisedModel:
+def noised_model(checkpoint: Path) -> NoisedModel:
     base = load_model(
         str(checkpoint),
         revision=None,
@@ -103,11 +101,10 @@ def noised_model(checkpoint: Path, moved: bool = True) -> NoisedModel:
     )
     torch.manual_seed(1)
     model = NoisedModel(add_adapter(base, TARGETS, rank=4, scale=2.0), "sdpa")
-    if moved:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.normal_(0, 0.2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.2)
     return model
 
 
@@ -281,19 +278,6 @@ def test_attention_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "m")
     with pytest.raises(ModelError, match="could not be loaded"):
         load(tmp_path / "nothing")
-
-
-SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    eos_token_id=1,
-)
 
 
 def test_a_window_without_layer_types_is_refused(tmp_path: Path) -> None:

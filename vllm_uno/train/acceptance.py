@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_uno.train.blocks import UNUSED, block_seeds
+from vllm_uno.train.blocks import UNUSED, block_seeds, draw_noise
 from vllm_uno.train.data import PackedRows
 from vllm_uno.train.losses import chunk_rows
 from vllm_uno.train.model import NoisedModel
@@ -89,7 +89,7 @@ def stand_probabilities(
     for offset in range(block_size):
         offsets = torch.full_like(rows.positions, offset)
         seeds = block_seeds(rows.documents, rows.positions, offsets, block_size)
-        noise = torch.randint(*noise_range, (count, length), generator=generator).to(device)
+        noise = draw_noise((count, length), *noise_range, generator).to(device)
         clean, noised = model.hidden_states(rows, seeds, noise)
         used = (seeds != UNUSED) & rows.trained
         probability = _stands(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -123,10 +124,8 @@ def train(settings: TrainSettings) -> TrainResult:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     model = NoisedModel(peft_model, attention)
     check_doubled_pass(model, training, device)
-    if settings.revision is None:  # what a later look at the adapter must know
-        revision = getattr(base.config, "_commit_hash", None)
-    else:
-        revision = settings.revision
+    # A branch moves on: the commit that was trained on.
+    revision = settings.revision or getattr(base.config, "_commit_hash", None)
     run = _Run(
         settings, accelerator, model, training, heldout, (settings.noise_low, high), revision
     )
@@ -142,8 +141,11 @@ def check_output(output: Path, settings: TrainSettings) -> None:
         # A run that ended before its first checkpoint leaves its log alone.
         left = {p.name for p in output.iterdir()} if output.is_dir() else set()
         if output.is_file() or left - {LOG, f"{CHECKPOINT}.partial"}:
-            way_out = "resume goes on from its checkpoint" if checkpoint.exists() else "it has no"
-            way_out += "" if checkpoint.exists() else " checkpoint to resume from"
+            way_out = (
+                "resume goes on from its checkpoint"
+                if checkpoint.exists()
+                else "it has no checkpoint to resume from"
+            )
             raise SettingsError(f"output folder {output} is not empty: give a new one ({way_out})")
         return
     if not (checkpoint / "settings.json").is_file():
@@ -397,9 +399,7 @@ class _Run:
             "seconds": seconds,
             "adapter": self._state(),
             "optimizer": self.optimizer.state_dict(),
-            "measured": None
-            if measured is None
-            else (measured.block_size, measured.per_position, measured.cycles),
+            "measured": None if measured is None else dataclasses.astuple(measured),
             "log_bytes": (self.output / LOG).stat().st_size if (self.output / LOG).exists() else 0,
         }
         torch.save(state, folder / "state.pt")
