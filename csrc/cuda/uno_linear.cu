@@ -36,8 +36,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kWarp = 32;
-constexpr int kWarps = 8;          // of a thread block; they share the K of its rows
-constexpr int kThreads = kWarp * kWarps;
+constexpr int kExpandWarps = 8;
 constexpr int kPair = 64;          // K elements of 128 bytes: a line of W, read by one warp at once
 
 template <typename T>
@@ -88,6 +87,15 @@ __device__ __forceinline__ uint4 load_fresh(const void* p) {
   return v;
 }
 
+// Programmatic dependent launch (sm_90): before this, nothing of the kernel before may be touched: x,
+// and the memory that h and y are made in. The kernel after may begin in turn.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ int load_acquire(const int* p) {
   int v;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -119,10 +127,11 @@ struct Skinny {
   int64_t x_stride;
 };
 
-// One block: 16 MT weight rows, all of K, up to 8 NT rows of x.
-template <typename T, int MT, int NT>
-__global__ void __launch_bounds__(kThreads, MT == 1 ? 2 : 1) skinny_kernel(const Skinny<T> p) {
-  constexpr int kUnits = MT * NT <= 2 ? 2 : 1;  // lines of each row in flight ahead of the products
+// One block: 16 MT weight rows, all of K, which its WARPS warps share, up to 8 NT rows of x; UNITS
+// lines of each row are in flight ahead of the products.
+template <typename T, int MT, int NT, int WARPS, int UNITS, int BLOCKS>
+__global__ void __launch_bounds__(WARPS * kWarp, BLOCKS) skinny_kernel(const Skinny<T> p) {
+  constexpr int kWarps = WARPS, kThreads = WARPS * kWarp, kUnits = UNITS;
   __shared__ float partial[kWarps][NT * 8][MT * 16 + 1];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int g = lane / 4, t = lane % 4;
@@ -165,6 +174,7 @@ __global__ void __launch_bounds__(kThreads, MT == 1 ? 2 : 1) skinny_kernel(const
     }
   };
   prefetch(warp);
+  wait_for_kernel_before();
   for (int first = warp; first < pairs; first += kUnits * kWarps) {
     uint4 now[kUnits][2][MT][2];
 #pragma unroll
@@ -272,10 +282,10 @@ struct Expand {
 
 // One warp: 32 columns; B's values for them stay in registers over `tiles` tiles of 16 rows.
 template <typename T, int CHUNKS>
-__global__ void __launch_bounds__(kThreads) expand_kernel(const Expand<T> p) {
+__global__ void __launch_bounds__(kExpandWarps * kWarp) expand_kernel(const Expand<T> p) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int g = lane / 4, t = lane % 4;
-  const int column = (blockIdx.x * kWarps + warp) * 32;
+  const int column = (blockIdx.x * kExpandWarps + warp) * 32;
   if (column >= p.n) return;
   const int slice = (column >= p.end0) + (column >= p.end1);
   // Tile j of 8 columns holds columns 8 i + 2 j + {0, 1}, i = 0 ... 3: so a thread's results over
@@ -330,21 +340,30 @@ cudaStream_t current_stream(const Tensor& t) {
   return static_cast<cudaStream_t>(stream);
 }
 
-template <typename T, int MT, int NT>
-void launch_skinny(const Skinny<T>& p, cudaStream_t stream) {
+template <typename T, int MT, int NT, int WARPS, int UNITS, int BLOCKS>
+void launch_skinny(const Skinny<T>& p, cudaStream_t stream, bool early = true) {
   const auto blocks = [](int columns) { return (columns + 16 * MT - 1) / (16 * MT); };
   Skinny<T> q = p;
   q.shrink_blocks = blocks(p.slices_rank);
-  skinny_kernel<T, MT, NT><<<q.shrink_blocks + blocks(p.n), kThreads, 0, stream>>>(q);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  // The weights do not depend on the kernel before: begin to read them while it ends.
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(q.shrink_blocks + blocks(p.n));
+  config.blockDim = dim3(WARPS * kWarp);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, skinny_kernel<T, MT, NT, WARPS, UNITS, BLOCKS>, q));
 }
 
 template <typename T>
 void pick_skinny(const Skinny<T>& p, cudaStream_t stream) {
-  if (p.rows <= 8) return launch_skinny<T, 1, 1>(p, stream);
-  if (p.rows <= 16) return launch_skinny<T, 1, 2>(p, stream);
+  if (p.rows <= 8) return launch_skinny<T, 1, 1, 8, 2, 2>(p, stream);
+  if (p.rows <= 16) return launch_skinny<T, 1, 2, 8, 2, 2>(p, stream);
   // More rows of x: more weight rows share what is read of them.
-  launch_skinny<T, 2, 4>(p, stream);
+  launch_skinny<T, 2, 4, 8, 1, 1>(p, stream);
 }
 
 template <typename T>
@@ -405,7 +424,7 @@ void expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, 
   p.slices_rank = static_cast<int>(h.size(1));
   p.base_stride = base.stride(0);
   p.h_stride = h.stride(0);
-  const int row_tiles = (p.rows + 15) / 16, groups = (p.n + 32 * kWarps - 1) / (32 * kWarps);
+  const int row_tiles = (p.rows + 15) / 16, groups = (p.n + 32 * kExpandWarps - 1) / (32 * kExpandWarps);
   // Enough blocks for three on each of 132 multiprocessors, and B read as seldom as that allows.
   const int splits = std::min(row_tiles, (396 + groups - 1) / groups);
   p.tiles = (row_tiles + splits - 1) / splits;
@@ -413,16 +432,16 @@ void expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, 
   const cudaStream_t stream = current_stream(base);
   switch (p.rank) {
     case 32:
-      expand_kernel<T, 1><<<grid, kThreads, 0, stream>>>(p);
+      expand_kernel<T, 1><<<grid, kExpandWarps * kWarp, 0, stream>>>(p);
       break;
     case 64:
-      expand_kernel<T, 2><<<grid, kThreads, 0, stream>>>(p);
+      expand_kernel<T, 2><<<grid, kExpandWarps * kWarp, 0, stream>>>(p);
       break;
     case 128:
-      expand_kernel<T, 4><<<grid, kThreads, 0, stream>>>(p);
+      expand_kernel<T, 4><<<grid, kExpandWarps * kWarp, 0, stream>>>(p);
       break;
     default:
-      expand_kernel<T, 8><<<grid, kThreads, 0, stream>>>(p);
+      expand_kernel<T, 8><<<grid, kExpandWarps * kWarp, 0, stream>>>(p);
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
