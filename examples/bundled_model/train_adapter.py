@@ -19,7 +19,7 @@ from vllm_uno.bundled import problems
 # For 5 million parameters; the released 8B recipe has smaller steps and many more of them.
 RECIPE = {
     "context": "512",
-    "block_sizes": ["2", "4", "8", "16"],
+    "block_sizes": ["2", "4", "8", "16", "16"],
     "steps": "2500",
     "batch_size": "64",
     "micro_batch_size": "64",

@@ -106,7 +106,11 @@ class NoisedModel(nn.Module):
         self.gate.rows = torch.cat(
             [torch.zeros_like(seeds), (seeds != UNUSED).long()], dim=1
         ).unsqueeze(-1)
-        with self.autocast:
+        from peft.helpers import disable_input_dtype_casting
+
+        # PEFT would make fp32 of x for its fp32 weights, and autocast bf16 of it again.
+        as_it_is = self.head.weight.dtype == torch.bfloat16
+        with self.autocast, disable_input_dtype_casting(self.peft_model, active=as_it_is):
             hidden = self.decoder(
                 input_ids=ids,
                 attention_mask=make_mask(rows.documents, seeds),
