@@ -1,0 +1,580 @@
+// Linear layers of the draft pass with their row-gated LoRA, for up to 64 rows on Hopper GPUs.
+//
+//     y[n] = x[n] W^T + bias + gate(n) h[n] B^T,   h[n] = x[n] A^T,   gate(n) = n % block_size != 0
+//
+// x [M, K]; W [N, K]; A [S * R, K]; B [N, R]; y [M, N]. The N columns fall into S <= 3 slices (q, k
+// and v; gate and up); the columns of slice s use columns s R ... (s + 1) R - 1 of h. bf16 or fp16,
+// sums in fp32, h rounded to x's dtype.
+//
+// With so few rows a pass over W at the memory's speed is all there is. One launch does everything:
+// each multiprocessor has one thread block with an equal share of the rows of W and A, in groups of
+// eight. One thread streams them through shared memory by the copy engine, as far ahead as there is
+// room; four warps multiply (`wgmma`, x as its 64 rows, however few of them are real: what lies
+// behind the real ones in shared memory is multiplied too and never stored). Blocks with a group of
+// A do that first and signal; h B^T is R more columns of the same sum, at its end.
+//
+// The weights do not depend on the kernel before: their first loads are issued while it ends
+// (programmatic dependent launch).
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+namespace vllm_uno {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kSlices = 3;
+constexpr int kGroup = 8;                  // rows: a swizzle atom of 8 x 128 bytes
+constexpr int kChunk = 64;                 // columns: 128 bytes
+constexpr int kRowBytes = 128;
+constexpr int kConsumers = 128;            // a warpgroup
+constexpr int kThreads = kConsumers + 32;  // and the producer's warp
+constexpr int kMaxStages = 32;
+constexpr int kMaxGroups = 32;             // of W in one thread block
+constexpr int kTileRows = 64;              // that wgmma reads of x
+constexpr int kAhead = kTileRows * kRowBytes;
+
+struct Stream {
+  CUtensorMap w[2];  // boxes of lo and of lo + 1 groups
+  CUtensorMap x, a, h, b[kSlices];
+  void* hidden;
+  void* y;
+  const void* bias;  // or null
+  int* sync;  // [0]: groups of A that are written; [1]: blocks that have seen all; 0 at rest
+  int rows, x_rows, k, n, rank, slices, block_size;
+  int ends[kSlices];
+  int lo, hi_blocks;  // groups of W: lo in each block, one more in the first hi_blocks
+  int a_groups, stages, chunks_per_stage;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+#define UNO_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define UNO_D8(i) UNO_D4(i), UNO_D4(i + 4)
+#define UNO_D24 UNO_D8(0), UNO_D8(8), UNO_D8(16)
+#define UNO_R4 "%0,%1,%2,%3"
+#define UNO_R8 UNO_R4 ",%4,%5,%6,%7"
+#define UNO_R16 UNO_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define UNO_R24 UNO_R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define UNO_R32 UNO_R24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define UNO_ASM(N, TYPE, REGS, A, B, ...)                                                   \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS    \
+               "}, %" #A ", %" #B ", 1, 1, 1, 0, 0;"                                        \
+               : __VA_ARGS__                                                                \
+               : "l"(x), "l"(w))
+#define UNO_PRODUCT(N, REGS, A, B, ...)                                                     \
+  template <typename T>                                                                     \
+  __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t x, uint64_t w) {      \
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                       \
+      UNO_ASM(N, "bf16", REGS, A, B, __VA_ARGS__);                                          \
+    } else {                                                                                \
+      UNO_ASM(N, "f16", REGS, A, B, __VA_ARGS__);                                           \
+    }                                                                                       \
+  }
+// d [64, N] += x [64, 16] w [N, 16]^T: operands by descriptors of shared memory.
+UNO_PRODUCT(8, UNO_R4, 4, 5, UNO_D4(0))
+UNO_PRODUCT(16, UNO_R8, 8, 9, UNO_D8(0))
+UNO_PRODUCT(32, UNO_R16, 16, 17, UNO_D8(0), UNO_D8(8))
+UNO_PRODUCT(48, UNO_R24, 24, 25, UNO_D24)
+UNO_PRODUCT(64, UNO_R32, 32, 33, UNO_D24, UNO_D8(24))
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Rows of 128 bytes, swizzled as the copy engine writes them, groups of eight 1,024 bytes apart.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+  return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) |
+         (static_cast<uint64_t>(1) << 16) | ((address & 0x3FFFF) >> 4);
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap& map, uint32_t barrier,
+                                         int column, int row, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(column), "r"(row), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ uint64_t policy_once() {  // a weight is read once a pass
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t policy_often() {  // by every block
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ int load_acquire(const int* p) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// What a thread block works on, for both of its roles alike.
+struct Share {
+  int first_row, groups;  // of W
+  int stage_bytes, chunk_bytes, x_bytes;
+};
+
+template <int TILE>
+__device__ __forceinline__ Share share_of(const Stream& p) {
+  // The first blocks to run have the groups of A: they get the smaller shares of W.
+  const int block = gridDim.x - 1 - blockIdx.x;
+  Share s;
+  s.first_row = (block * p.lo + min(block, p.hi_blocks)) * kGroup;
+  s.groups = p.lo + (block < p.hi_blocks ? 1 : 0);
+  s.x_bytes = p.x_rows * kRowBytes;
+  s.chunk_bytes = s.x_bytes + TILE * kRowBytes;
+  s.stage_bytes = s.chunk_bytes * p.chunks_per_stage;
+  return s;
+}
+
+struct Ring {
+  uint32_t data, full, empty;  // shared addresses: stages, and a barrier of 8 bytes for each
+  int stages;
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <int TILE>
+__device__ void produce(const Stream& p, const Share& s, Ring ring) {
+  const uint64_t once = policy_once(), often = policy_often();
+  const int k_chunks = p.k / kChunk, step = p.chunks_per_stage;
+  const bool more = s.groups > p.lo;
+  const CUtensorMap& w_map = p.w[more ? 1 : 0];
+  const uint32_t w_bytes = s.groups * kGroup * kRowBytes, a_bytes = kGroup * kRowBytes;
+  const auto load_weights = [&](const CUtensorMap& map, uint32_t bytes, int row, int first) {
+    const int chunks = min(step, k_chunks - first);
+    const uint32_t barrier = ring.full + 8 * ring.stage;
+    barrier_expect(barrier, chunks * (bytes + s.x_bytes));
+    uint32_t at = ring.data + ring.stage * s.stage_bytes + s.x_bytes;
+    for (int c = 0; c < chunks; ++c, at += s.chunk_bytes) {
+      load_box(at, map, barrier, (first + c) * kChunk, row, once);
+    }
+  };
+  const auto load_x = [&](int first) {
+    const int chunks = min(step, k_chunks - first);
+    uint32_t at = ring.data + ring.stage * s.stage_bytes;
+    for (int c = 0; c < chunks; ++c, at += s.chunk_bytes) {
+      load_box(at, p.x, ring.full + 8 * ring.stage, (first + c) * kChunk, 0, often);
+    }
+  };
+  const auto wait_empty = [&] { barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1); };
+
+  bool started = false;
+  const auto stream = [&](const CUtensorMap& map, uint32_t bytes, int row) {
+    int first = 0;
+    if (!started) {
+      started = true;
+      const Ring at_start = ring;
+      const int stages = min(ring.stages, (k_chunks + step - 1) / step);
+      for (int i = 0; i < stages; ++i, ring.advance()) load_weights(map, bytes, row, i * step);
+      ring = at_start;
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      for (int i = 0; i < stages; ++i, ring.advance()) load_x(i * step);
+      first = stages * step;
+    }
+    for (; first < k_chunks; first += step, ring.advance()) {
+      wait_empty();
+      load_weights(map, bytes, row, first);
+      load_x(first);
+    }
+  };
+  for (int group = blockIdx.x; group < p.a_groups; group += gridDim.x) {
+    stream(p.a, a_bytes, group * kGroup);
+  }
+  stream(w_map, w_bytes, s.first_row);
+
+  // h B^T. B's boxes have as many rows as the larger shares: what is too much is not stored.
+  const int last_row = s.first_row + s.groups * kGroup, r_chunks = p.rank / kChunk;
+  const uint32_t b_bytes = (p.lo + (p.hi_blocks > 0 ? 1 : 0)) * kGroup * kRowBytes;
+  bool seen = false;
+  for (int slice = 0; slice < p.slices; ++slice) {
+    const int start = slice == 0 ? 0 : p.ends[slice - 1];
+    if (last_row <= start || s.first_row >= p.ends[slice]) continue;
+    for (int first = 0; first < r_chunks; first += step, ring.advance()) {
+      wait_empty();
+      const int chunks = min(step, r_chunks - first);
+      const uint32_t barrier = ring.full + 8 * ring.stage;
+      barrier_expect(barrier, chunks * (b_bytes + s.x_bytes));
+      uint32_t at = ring.data + ring.stage * s.stage_bytes;
+      for (int c = 0; c < chunks; ++c) {
+        // Rows outside of the slice, before its start too, are filled with zeros.
+        load_box(at + c * s.chunk_bytes + s.x_bytes, p.b[slice], barrier, (first + c) * kChunk,
+                 s.first_row - start, once);
+      }
+      if (!seen) {
+        seen = true;
+        while (load_acquire(p.sync) < p.a_groups) __nanosleep(20);
+        asm volatile("fence.proxy.async;" ::: "memory");
+      }
+      for (int c = 0; c < chunks; ++c) {
+        load_box(at + c * s.chunk_bytes, p.h, barrier, slice * p.rank + (first + c) * kChunk, 0,
+                 often);
+      }
+    }
+  }
+  if (atomicAdd(p.sync + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+    // All have seen h complete: at rest again for the next launch.
+    p.sync[0] = 0;
+    p.sync[1] = 0;
+    __threadfence();
+  }
+}
+
+// The compiler does not know that sums change until `wait_group`.
+template <int WIDTH, int COUNT>
+__device__ __forceinline__ void pin(float (&sum)[COUNT][WIDTH]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) asm volatile("" : "+f"(sum[i][j])::"memory");
+  }
+}
+
+template <typename T, int WIDTH, int COUNT>
+__device__ __forceinline__ void consume(float (&sum)[COUNT][WIDTH / 2], Ring& ring, const Share& s,
+                                        int chunks, int step) {
+  for (int first = 0; first < chunks; first += step) {
+    barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+    const uint32_t at = ring.data + ring.stage * s.stage_bytes;
+    pin(sum);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    const int here = min(step, chunks - first);
+    for (int c = 0; c < here; ++c) {
+      const uint64_t x = descriptor(at + c * s.chunk_bytes);
+      const uint64_t w = descriptor(at + c * s.chunk_bytes + s.x_bytes);
+#pragma unroll
+      for (int k = 0; k < kChunk / 16; ++k) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+          product<T>(sum[i], x + 2 * k, w + 2 * k + i * (WIDTH * kRowBytes >> 4));
+        }
+      }
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    pin(sum);
+    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ring.stage);
+    ring.advance();
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T narrow(float v) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(v);
+  } else {
+    return __float2half_rn(v);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float widen(T v) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __bfloat162float(v);
+  } else {
+    return __half2float(v);
+  }
+}
+
+template <typename T>
+struct alignas(2 * sizeof(T)) Pair {
+  T first, second;
+};
+
+template <typename T, int WIDTH, int COUNT>
+__device__ void multiply(const Stream& p, const Share& s, Ring ring) {
+  const int lane = threadIdx.x % 32;
+  const int row = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
+  const int k_chunks = p.k / kChunk, step = p.chunks_per_stage;
+  for (int group = blockIdx.x; group < p.a_groups; group += gridDim.x) {
+    float sum[1][4] = {};
+    consume<T, 8, 1>(sum, ring, s, k_chunks, step);
+    T* const h = static_cast<T*>(p.hidden);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int n = row + 8 * side;
+      if (n >= p.rows) continue;
+      // A selection, not a product: a seed row may hold NaN.
+      const bool seed = n % p.block_size == 0;
+      const Pair<T> pair{narrow<T>(seed ? 0.0F : sum[0][2 * side]),
+                         narrow<T>(seed ? 0.0F : sum[0][2 * side + 1])};
+      const int64_t at = static_cast<int64_t>(n) * p.slices * p.rank + group * kGroup + column;
+      *reinterpret_cast<Pair<T>*>(h + at) = pair;
+    }
+    // Other blocks' copy engines read it.
+    asm volatile("fence.proxy.async;" ::: "memory");
+    __threadfence();
+    asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
+    if (threadIdx.x == 0) atomicAdd(p.sync, 1);
+  }
+  float sum[COUNT][WIDTH / 2] = {};
+  consume<T, WIDTH, COUNT>(sum, ring, s, k_chunks, step);
+  const int last_row = s.first_row + s.groups * kGroup;
+  for (int slice = 0; slice < p.slices; ++slice) {
+    const int start = slice == 0 ? 0 : p.ends[slice - 1];
+    if (last_row <= start || s.first_row >= p.ends[slice]) continue;
+    consume<T, WIDTH, COUNT>(sum, ring, s, p.rank / kChunk, step);
+  }
+  T* const y = static_cast<T*>(p.y);
+  const T* const bias = static_cast<const T*>(p.bias);
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const int n = row + 8 * side;
+    if (n >= p.rows) continue;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+      for (int j = 0; j < WIDTH / 8; ++j) {
+        const int m = s.first_row + i * WIDTH + j * 8 + column;
+        if (i * WIDTH + j * 8 >= s.groups * kGroup) continue;
+        float first = sum[i][4 * j + 2 * side], second = sum[i][4 * j + 2 * side + 1];
+        if (bias != nullptr) {
+          first += widen<T>(bias[m]);
+          second += widen<T>(bias[m + 1]);
+        }
+        const Pair<T> pair{narrow<T>(first), narrow<T>(second)};
+        *reinterpret_cast<Pair<T>*>(y + static_cast<int64_t>(n) * p.n + m) = pair;
+      }
+    }
+  }
+}
+
+#endif  // sm_90a
+
+template <typename T, int WIDTH, int COUNT>
+__global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_constant__ Stream p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t dynamic[];
+  __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
+  const Share s = share_of<WIDTH * COUNT>(p);
+  Ring ring;
+  ring.data = (shared_address(dynamic) + 1023) & ~1023U;
+  ring.full = shared_address(barriers);
+  ring.empty = ring.full + 8 * kMaxStages;
+  ring.stages = p.stages;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < p.stages; ++i) {
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, kConsumers / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  // By a shuffle: so that the compiler knows that a warp's threads go one way.
+  const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp == kConsumers / 32) {
+    if (threadIdx.x == kConsumers) produce<WIDTH * COUNT>(p, s, ring);
+  } else {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    multiply<T, WIDTH, COUNT>(p, s, ring);
+  }
+#endif
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+Encode encoder() {
+  static const Encode encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    STD_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                    cudaEnableDefault, &result));
+    STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess && found != nullptr,
+                    "uno_linear: the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(found);
+  }();
+  return encode;
+}
+
+// A matrix [rows, columns] of 2-byte elements, read in boxes of `box` rows and 64 columns.
+CUtensorMap matrix(const void* data, bool bf16, int64_t rows, int64_t columns, int64_t stride,
+                   int box) {
+  CUtensorMap map{};
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t boxes[2] = {kChunk, static_cast<cuuint32_t>(box)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult status = encoder()(
+      &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+      const_cast<void*>(data), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  STD_TORCH_CHECK(status == CUDA_SUCCESS, "uno_linear: no tensor map for [", rows, ", ", columns,
+                  "], stride ", stride, ": CUDA error ", static_cast<int>(status));
+  return map;
+}
+
+struct Device {
+  int multiprocessors, shared_bytes;
+};
+
+Device device_of(int index) {
+  Device d{};
+  STD_CUDA_CHECK(
+      cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, index));
+  STD_CUDA_CHECK(
+      cudaDeviceGetAttribute(&d.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
+  return d;
+}
+
+template <typename T, int WIDTH, int COUNT>
+void launch(Stream& p, int blocks, const Device& device, cudaStream_t stream) {
+#ifdef UNO_TUNE
+  const int kStageBytes = getenv("UNO_STAGE") ? atoi(getenv("UNO_STAGE")) * 1024 : 24 * 1024;
+#else
+  constexpr int kStageBytes = 24 * 1024;  // about
+#endif
+  const int chunk = (p.x_rows + WIDTH * COUNT) * kRowBytes;
+  p.chunks_per_stage = std::clamp(kStageBytes / chunk, 1, 4);
+  const int room = device.shared_bytes - 1024 - kAhead - 2 * kMaxStages * 8;
+  p.stages = std::min(kMaxStages, room / (chunk * p.chunks_per_stage));
+  const int bytes = p.stages * chunk * p.chunks_per_stage + kAhead + 1024;
+  const auto kernel = stream_kernel<T, WIDTH, COUNT>;
+  STD_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+#ifdef UNO_TUNE
+  if (getenv("UNO_PDL")) config.numAttrs = atoi(getenv("UNO_PDL"));
+  if (getenv("UNO_MAXSTAGES")) p.stages = std::min(p.stages, atoi(getenv("UNO_MAXSTAGES")));
+#endif
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<const Stream&>(p)));
+}
+
+template <typename T>
+void launch_width(Stream& p, int groups, int blocks, const Device& d, cudaStream_t stream) {
+  if (groups <= 2) return launch<T, 16, 1>(p, blocks, d, stream);
+  if (groups <= 4) return launch<T, 32, 1>(p, blocks, d, stream);
+  if (groups <= 6) return launch<T, 48, 1>(p, blocks, d, stream);
+  if (groups <= 8) return launch<T, 64, 1>(p, blocks, d, stream);
+  if (groups <= 12) return launch<T, 48, 2>(p, blocks, d, stream);
+  if (groups <= 16) return launch<T, 64, 2>(p, blocks, d, stream);
+  if (groups <= 24) return launch<T, 64, 3>(p, blocks, d, stream);
+  launch<T, 64, 4>(p, blocks, d, stream);
+}
+
+// Arguments are checked by vllm_uno/lora_kernels.py, which picks the shapes that this takes.
+Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& a,
+                       const Tensor& b, int64_t end0, int64_t end1, int64_t block_size,
+                       const Tensor& sync) {
+  const int index = x.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(index);
+  Tensor h = torch::stable::new_empty(x, {x.size(0), a.size(0)});
+  Tensor y = torch::stable::new_empty(x, {x.size(0), w.size(0)});
+  if (x.size(0) == 0) return y;
+  const Device device = device_of(index);
+  const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
+  Stream p{};
+  p.rows = static_cast<int>(x.size(0));
+  p.x_rows = (p.rows + kGroup - 1) / kGroup * kGroup;
+  p.k = static_cast<int>(x.size(1));
+  p.n = static_cast<int>(w.size(0));
+  p.rank = static_cast<int>(b.size(1));
+  p.slices = static_cast<int>(a.size(0)) / p.rank;
+  p.block_size = static_cast<int>(block_size);
+  const int w_groups = p.n / kGroup, blocks = std::min(device.multiprocessors, w_groups);
+  p.lo = w_groups / blocks;
+  p.hi_blocks = w_groups - p.lo * blocks;
+  p.a_groups = static_cast<int>(a.size(0)) / kGroup;
+  const int groups = p.lo + (p.hi_blocks > 0 ? 1 : 0);
+  STD_TORCH_CHECK(groups <= kMaxGroups, "uno_linear: ", p.n, " columns are too many");
+  STD_TORCH_CHECK(p.rows <= kTileRows, "uno_linear: ", p.rows, " rows are too many");
+  p.w[0] = matrix(w.const_data_ptr(), bf16, p.n, p.k, p.k, p.lo * kGroup);
+  p.w[1] = matrix(w.const_data_ptr(), bf16, p.n, p.k, p.k, groups * kGroup);
+  // Of a single row any stride may be said.
+  p.x = matrix(x.const_data_ptr(), bf16, p.rows, p.k, p.rows == 1 ? p.k : x.stride(0), p.x_rows);
+  p.a = matrix(a.const_data_ptr(), bf16, a.size(0), p.k, p.k, kGroup);
+  p.h = matrix(h.const_data_ptr(), bf16, p.rows, a.size(0), a.size(0), p.x_rows);
+  const int ends[kSlices] = {static_cast<int>(end0), static_cast<int>(end1), p.n};
+  for (int slice = 0, start = 0; slice < p.slices; ++slice) {
+    p.ends[slice] = ends[slice];
+    const auto* from =
+        static_cast<const uint16_t*>(b.const_data_ptr()) + static_cast<int64_t>(start) * p.rank;
+    p.b[slice] = matrix(from, bf16, ends[slice] - start, p.rank, p.rank, groups * kGroup);
+    start = ends[slice];
+  }
+  p.hidden = h.mutable_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.bias = bias.numel() > 0 ? bias.const_data_ptr() : nullptr;
+  p.sync = static_cast<int*>(sync.mutable_data_ptr());
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+  if (bf16) {
+    launch_width<__nv_bfloat16>(p, groups, blocks, device, static_cast<cudaStream_t>(stream));
+  } else {
+    launch_width<__half>(p, groups, blocks, device, static_cast<cudaStream_t>(stream));
+  }
+  return y;
+}
+
+}  // namespace
+}  // namespace vllm_uno
+
+STABLE_TORCH_LIBRARY_IMPL(vllm_uno, CUDA, m) {
+  m.impl("uno_linear_sm90", TORCH_BOX(&vllm_uno::uno_linear_sm90));
+}
