@@ -23,13 +23,15 @@ ROOT = Path(__file__).parents[1]
 BLOCKS = ("2", "4", "8", "16")
 # Name -> flags of the trainer that differ from the bundled adapter's recipe.
 ROWS: dict[str, tuple[str, ...]] = {
-    "TV, rank 64": (),
-    "TV, rank 16": ("--rank", "16"),
-    "TV, rank 128": ("--rank", "128"),
-    "KL, rank 64": ("--loss_tv", "0", "--loss_kl", "1"),
-    "TV + 0.01 KL, rank 64": ("--loss_kl", "0.01"),
-    "TV, rank 64, attention only": ("--targets", "q_proj", "k_proj", "v_proj", "o_proj"),
-    "TV, rank 64, block 16 from the start": ("--block_sizes", "16"),
+    "TV + 0.05 KL, rank 64": (),
+    "TV alone, rank 64": ("--loss_kl", "0"),
+    "KL alone, rank 64": ("--loss_tv", "0", "--loss_kl", "1"),
+    "TV + 0.05 KL, rank 16": ("--rank", "16"),
+    "TV + 0.05 KL, rank 128": ("--rank", "128"),
+    "TV + 0.05 KL, rank 64, attention only": (
+        *("--targets", "q_proj", "k_proj", "v_proj", "o_proj"),
+    ),
+    "TV + 0.05 KL, rank 64, block 16 from the start": ("--block_sizes", "16"),
 }
 
 

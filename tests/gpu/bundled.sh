@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What the bundled model must show on a GPU (vLLM is needed by the last part alone):
-#   tests/gpu/bundled.sh train WORK     the adapter again, fixed wording: 10 minutes
-#   tests/gpu/bundled.sh ablation WORK  three adapters at a time: 3 minutes
-#   tests/gpu/bundled.sh engine WORK    quality and math_eval in vLLM, the bound, draft logits
+#   tests/gpu/bundled.sh train WORK     the adapter again: 4 minutes
+#   tests/gpu/bundled.sh fixed WORK     base model and adapter on fixed wording: 5 minutes
+#   tests/gpu/bundled.sh ablation WORK  four adapters at a time: 3 minutes
+#   tests/gpu/bundled.sh engine WORK    quality and math_eval in vLLM, offline figures, draft logits
 # Results are left in WORK; the last lines of each are printed.
 set -u
 what=$1
@@ -24,14 +25,16 @@ start() { # NAME COMMAND...: beside others
 }
 case $what in
 train)
-  start adapter python3 $recipe --model "$model" --output "$work/adapter" --seed 1
+  start adapter python3 $recipe --model "$model" --output "$work/adapter" --seed 0
   wait
+  ;;
+fixed)
   start fixed python3 benchmarks/fixed_wording.py --out "$work/fixed"
   wait
   ;;
 ablation)
-  start ablation python3 benchmarks/adapter_ablation.py --out "$work/ablation" --steps 600 --jobs 3 \
-    --rows "TV, rank 64" "TV, rank 16" "KL, rank 64"
+  start ablation python3 benchmarks/adapter_ablation.py --out "$work/ablation" --steps 400 --jobs 4 \
+    --rows "TV + 0.05 KL, rank 64" "TV alone, rank 64" "KL alone, rank 64" "TV + 0.05 KL, rank 16"
   wait
   ;;
 engine)
@@ -45,7 +48,11 @@ engine)
       --problems "$work/problems.jsonl" --block-size 8 --concurrency 64 --max-tokens 256 \
       --temperature $temperature --engine "$share" --out "$work/math-$temperature"
   done
-  start bound python3 benchmarks/drafting_bound.py --source model --problems 40 --samples 256 --blocks 8
+  # The same problems as quality.py's, offline.
+  python3 -c "import pathlib; from vllm_uno.bundled import problems as p; \
+p.write_records(pathlib.Path('$work/test.jsonl'), 'test', 500)"
+  start offline python3 -m vllm_uno.cli eval-adapter --model "$model" --data "$work/test.jsonl" \
+    --samples 500 --block_sizes 2 4 8 16 --batch_size 256 --output "$work/offline"
   # Without it Triton's attention multiplies in TF32.
   TRITON_F32_DEFAULT=ieee start oracle python3 tests/run_engine.py --bundled --oracle \
     --dtype float32 --backend TRITON_ATTN --work "$work/oracle" --name oracle
