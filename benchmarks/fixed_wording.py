@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     parser.add_argument("--base-seconds", type=float, default=60, help="to train the base model")
-    parser.add_argument("--steps", type=int, default=1400, help="of the adapter")
+    parser.add_argument("--steps", type=int, default=2400, help="of the adapter")
     args = parser.parse_args()
     recipe = ROOT / "examples" / "bundled_model"
     base, adapter = args.out / "model", args.out / "model" / "adapter"

@@ -4,9 +4,12 @@
 // A fragment: Python code of this package may add operators to the same namespace.
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_uno, m) {
   m.def("lora_shrink(Tensor x, Tensor a, int block_size) -> Tensor");
-  // CUDA only; vllm_uno/ops.py says when, and has the rest.
+  // CUDA only; vllm_uno/lora_kernels.py says when, and has the rest.
   m.def(
       "uno_linear_skinny(Tensor x, Tensor weight, Tensor bias, Tensor a, Tensor b, int end0, "
+      "int end1, int block_size, Tensor sync) -> Tensor");
+  m.def(
+      "uno_linear_sm90(Tensor x, Tensor weight, Tensor bias, Tensor a, Tensor b, int end0, "
       "int end1, int block_size, Tensor sync) -> Tensor");
   m.def(
       "lora_expand(Tensor base, Tensor h, Tensor b, int end0, int end1, int block_size) -> Tensor");

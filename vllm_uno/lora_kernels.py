@@ -4,7 +4,8 @@
 
 Two functional operators, opaque to torch.compile, which trace with any number of rows:
 
-`torch.ops.vllm_uno.uno_linear`  plain weights. Up to `SKINNY_ROWS` rows one launch does all of it
+`torch.ops.vllm_uno.uno_linear`  plain weights. Few rows are one launch: up to `STREAM_ROWS` on
+    Hopper GPUs (csrc/cuda/uno_linear_sm90.cu), up to `SKINNY_ROWS` on others
     (csrc/cuda/uno_linear.cu). Above, A runs on a side stream beside cuBLAS's base product, and one
     pass adds the B side of every packed layer.
 `torch.ops.vllm_uno.lora_add`    behind any other base layer (a quantised one), on its output.
@@ -23,9 +24,12 @@ import torch.nn.functional as F
 from vllm_uno.adapter import LinearLora
 from vllm_uno.ops import extension_available, lora_shrink_reference
 
-# Rows that `uno_linear_skinny` takes.
+# Rows that `uno_linear_skinny` and `uno_linear_sm90` take.
 SKINNY_ROWS = 32
-_RANKS = (32, 64, 128, 256)
+STREAM_ROWS = 64
+# Columns of the output for each multiprocessor, at most, in `uno_linear_sm90`.
+_STREAM_COLUMNS = 256
+_RANKS = (64, 128, 256)
 _SLICES = 3
 _HALF = (torch.bfloat16, torch.float16)
 # Until the kernels have been run and measured on a GPU they must be asked for.
@@ -182,6 +186,14 @@ def _shrink_beside(
     return base, h
 
 
+def _streams(weight: torch.Tensor) -> bool:
+    """Whether `uno_linear_sm90` takes this layer."""
+    device = torch.cuda.get_device_properties(weight.device)
+    return (device.major, device.minor) == (9, 0) and (
+        weight.shape[0] <= _STREAM_COLUMNS * device.multi_processor_count
+    )
+
+
 def _uno_linear_cuda(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -193,11 +205,15 @@ def _uno_linear_cuda(
     block_size: int,
     sync: torch.Tensor,
 ) -> torch.Tensor:
-    if x.shape[0] <= SKINNY_ROWS:
+    few = STREAM_ROWS if _streams(weight) else SKINNY_ROWS
+    if x.shape[0] <= few:
         no_bias = x.new_empty(0) if bias is None else bias
-        return torch.ops.vllm_uno.uno_linear_skinny(
-            x, weight, no_bias, a, b, end0, end1, block_size, sync
+        one_launch = (
+            torch.ops.vllm_uno.uno_linear_sm90
+            if few == STREAM_ROWS
+            else torch.ops.vllm_uno.uno_linear_skinny
         )
+        return one_launch(x, weight, no_bias, a, b, end0, end1, block_size, sync)
     base, h = _shrink_beside(x, a, weight, bias)
     return torch.ops.vllm_uno.lora_expand(base, h, b, end0, end1, block_size)
 

@@ -299,9 +299,23 @@ __global__ void __launch_bounds__(kExpandWarps * kWarp) expand_kernel(const Expa
       bv[j][k] = __ldg(reinterpret_cast<const uint4*>(p.b + row * p.rank + k * 32 + 8 * t));
     }
   }
+  const int64_t at = column + 8 * t;
+  // A tile's values of the base are asked for a tile ahead: nothing waits for memory in between.
+  const auto load_base = [&](int tile, uint4 (&v)[2]) {
+    const int row = (blockIdx.y * p.tiles + tile) * 16 + g;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int n = min(row + 8 * side, p.rows - 1);
+      v[side] = *reinterpret_cast<const uint4*>(p.base + n * p.base_stride + at);
+    }
+  };
+  uint4 next[2];
+  load_base(0, next);
   for (int tile = 0; tile < p.tiles; ++tile) {
     const int row = (blockIdx.y * p.tiles + tile) * 16;
     if (row >= p.rows) return;
+    const uint4 now[2] = {next[0], next[1]};
+    if (tile + 1 < p.tiles) load_base(tile + 1, next);
     float c[4][4] = {};
     const int upper = min(row + g, p.rows - 1), lower = min(row + g + 8, p.rows - 1);
     const T* hu = p.h + upper * p.h_stride + slice * p.rank + 8 * t;
@@ -317,12 +331,11 @@ __global__ void __launch_bounds__(kExpandWarps * kWarp) expand_kernel(const Expa
     for (int side = 0; side < 2; ++side) {
       const int n = row + g + 8 * side;
       if (n >= p.rows) continue;
-      const int64_t at = column + 8 * t;
       union {
         uint4 all;
         T each[8];
       } v;
-      v.all = *reinterpret_cast<const uint4*>(p.base + n * p.base_stride + at);
+      v.all = now[side];
       if (n % p.block_size != 0) {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -391,7 +404,7 @@ void skinny(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& 
   pick_skinny<T>(p, current_stream(x));
 }
 
-// Arguments are checked by vllm_uno/ops.py, which picks the shapes that these kernels take.
+// Arguments are checked by vllm_uno/lora_kernels.py, which picks the shapes that these kernels take.
 Tensor uno_linear_skinny(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& a,
                          const Tensor& b, int64_t end0, int64_t end1, int64_t block_size,
                          const Tensor& sync) {

@@ -8,10 +8,10 @@
 //
 // With so few rows a pass over W at the memory's speed is all there is. One launch does everything:
 // each multiprocessor has one thread block with an equal share of the rows of W and A, in groups of
-// eight. One thread streams them through shared memory by the copy engine, as far ahead as there is
-// room; four warps multiply (`wgmma`, x as its 64 rows, however few of them are real: what lies
-// behind the real ones in shared memory is multiplied too and never stored). Blocks with a group of
-// A do that first and signal; h B^T is R more columns of the same sum, at its end.
+// eight. One warp streams them through shared memory by the copy engine, as far ahead as there is
+// room; four warps multiply: `wgmma` takes 64 rows of W by 8 to 64 of x. What lies behind a block's
+// last row of W in shared memory is multiplied too and never stored. Blocks with a group of A do that
+// first and signal; h B^T is R more columns of the same sum, at its end.
 //
 // The weights do not depend on the kernel before: their first loads are issued while it ends
 // (programmatic dependent launch).
@@ -46,8 +46,9 @@ constexpr int kConsumers = 128;            // a warpgroup
 constexpr int kThreads = kConsumers + 32;  // and the producer's warp
 constexpr int kMaxStages = 32;
 constexpr int kMaxGroups = 32;             // of W in one thread block
-constexpr int kTileRows = 64;              // that wgmma reads of x
-constexpr int kAhead = kTileRows * kRowBytes;
+constexpr int kTileRows = 64;              // of W in one product
+constexpr int kTileBytes = kTileRows * kRowBytes;
+constexpr int kMaxRows = 64;               // of x
 
 struct Stream {
   CUtensorMap w[2];  // boxes of lo and of lo + 1 groups
@@ -58,7 +59,7 @@ struct Stream {
   int* sync;  // [0]: groups of A that are written; [1]: blocks that have seen all; 0 at rest
   int rows, x_rows, k, n, rank, slices, block_size;
   int ends[kSlices];
-  int lo, hi_blocks;  // groups of W: lo in each block, one more in the first hi_blocks
+  int lo, hi_blocks, groups;  // groups of W: lo in each block, one more in the first hi_blocks; most
   int a_groups, stages, chunks_per_stage;
 };
 
@@ -66,32 +67,29 @@ struct Stream {
 
 #define UNO_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define UNO_D8(i) UNO_D4(i), UNO_D4(i + 4)
-#define UNO_D24 UNO_D8(0), UNO_D8(8), UNO_D8(16)
 #define UNO_R4 "%0,%1,%2,%3"
 #define UNO_R8 UNO_R4 ",%4,%5,%6,%7"
 #define UNO_R16 UNO_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define UNO_R24 UNO_R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define UNO_R32 UNO_R24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define UNO_R32 UNO_R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define UNO_ASM(N, TYPE, REGS, A, B, ...)                                                   \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS    \
                "}, %" #A ", %" #B ", 1, 1, 1, 0, 0;"                                        \
                : __VA_ARGS__                                                                \
-               : "l"(x), "l"(w))
+               : "l"(w), "l"(x))
 #define UNO_PRODUCT(N, REGS, A, B, ...)                                                     \
   template <typename T>                                                                     \
-  __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t x, uint64_t w) {      \
+  __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t w, uint64_t x) {      \
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                       \
       UNO_ASM(N, "bf16", REGS, A, B, __VA_ARGS__);                                          \
     } else {                                                                                \
       UNO_ASM(N, "f16", REGS, A, B, __VA_ARGS__);                                           \
     }                                                                                       \
   }
-// d [64, N] += x [64, 16] w [N, 16]^T: operands by descriptors of shared memory.
+// d [64, N] += w [64, 16] x [N, 16]^T: operands by descriptors of shared memory.
 UNO_PRODUCT(8, UNO_R4, 4, 5, UNO_D4(0))
 UNO_PRODUCT(16, UNO_R8, 8, 9, UNO_D8(0))
 UNO_PRODUCT(32, UNO_R16, 16, 17, UNO_D8(0), UNO_D8(8))
-UNO_PRODUCT(48, UNO_R24, 24, 25, UNO_D24)
-UNO_PRODUCT(64, UNO_R32, 32, 33, UNO_D24, UNO_D8(24))
+UNO_PRODUCT(64, UNO_R32, 32, 33, UNO_D8(0), UNO_D8(8), UNO_D8(16), UNO_D8(24))
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -162,7 +160,6 @@ struct Share {
   int stage_bytes, chunk_bytes, x_bytes;
 };
 
-template <int TILE>
 __device__ __forceinline__ Share share_of(const Stream& p) {
   // The first blocks to run have the groups of A: they get the smaller shares of W.
   const int block = gridDim.x - 1 - blockIdx.x;
@@ -170,7 +167,7 @@ __device__ __forceinline__ Share share_of(const Stream& p) {
   s.first_row = (block * p.lo + min(block, p.hi_blocks)) * kGroup;
   s.groups = p.lo + (block < p.hi_blocks ? 1 : 0);
   s.x_bytes = p.x_rows * kRowBytes;
-  s.chunk_bytes = s.x_bytes + TILE * kRowBytes;
+  s.chunk_bytes = s.x_bytes + p.groups * kGroup * kRowBytes;
   s.stage_bytes = s.chunk_bytes * p.chunks_per_stage;
   return s;
 }
@@ -187,48 +184,50 @@ struct Ring {
   }
 };
 
-template <int TILE>
+// By a whole warp: a lane for each chunk of a stage.
 __device__ void produce(const Stream& p, const Share& s, Ring ring) {
   const uint64_t once = policy_once(), often = policy_often();
   const int k_chunks = p.k / kChunk, step = p.chunks_per_stage;
-  const bool more = s.groups > p.lo;
-  const CUtensorMap& w_map = p.w[more ? 1 : 0];
-  const uint32_t w_bytes = s.groups * kGroup * kRowBytes, a_bytes = kGroup * kRowBytes;
-  const auto load_weights = [&](const CUtensorMap& map, uint32_t bytes, int row, int first) {
-    const int chunks = min(step, k_chunks - first);
+  const int lane = threadIdx.x % 32, offset = lane * s.chunk_bytes;
+  const CUtensorMap& w_map = p.w[s.groups > p.lo ? 1 : 0];
+  const int w_bytes = s.groups * kGroup * kRowBytes, a_bytes = kGroup * kRowBytes;
+  const auto load_weights = [&](const CUtensorMap& map, int bytes, int row, int first, int end) {
+    const int chunks = min(step, end - first);
     const uint32_t barrier = ring.full + 8 * ring.stage;
-    barrier_expect(barrier, chunks * (bytes + s.x_bytes));
-    uint32_t at = ring.data + ring.stage * s.stage_bytes + s.x_bytes;
-    for (int c = 0; c < chunks; ++c, at += s.chunk_bytes) {
-      load_box(at, map, barrier, (first + c) * kChunk, row, once);
+    if (lane == 0) barrier_expect(barrier, chunks * (bytes + s.x_bytes));
+    __syncwarp();
+    if (lane < chunks) {
+      load_box(ring.data + ring.stage * s.stage_bytes + offset + s.x_bytes, map, barrier,
+               (first + lane) * kChunk, row, once);
     }
   };
-  const auto load_x = [&](int first) {
-    const int chunks = min(step, k_chunks - first);
-    uint32_t at = ring.data + ring.stage * s.stage_bytes;
-    for (int c = 0; c < chunks; ++c, at += s.chunk_bytes) {
-      load_box(at, p.x, ring.full + 8 * ring.stage, (first + c) * kChunk, 0, often);
+  const auto load_x = [&](const CUtensorMap& map, int column, int first, int end) {
+    if (lane < min(step, end - first)) {
+      load_box(ring.data + ring.stage * s.stage_bytes + offset, map, ring.full + 8 * ring.stage,
+               column + (first + lane) * kChunk, 0, often);
     }
   };
   const auto wait_empty = [&] { barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1); };
 
   bool started = false;
-  const auto stream = [&](const CUtensorMap& map, uint32_t bytes, int row) {
+  const auto stream = [&](const CUtensorMap& map, int bytes, int row) {
     int first = 0;
     if (!started) {
       started = true;
       const Ring at_start = ring;
       const int stages = min(ring.stages, (k_chunks + step - 1) / step);
-      for (int i = 0; i < stages; ++i, ring.advance()) load_weights(map, bytes, row, i * step);
+      for (int i = 0; i < stages; ++i, ring.advance()) {
+        load_weights(map, bytes, row, i * step, k_chunks);
+      }
       ring = at_start;
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      for (int i = 0; i < stages; ++i, ring.advance()) load_x(i * step);
+      for (int i = 0; i < stages; ++i, ring.advance()) load_x(p.x, 0, i * step, k_chunks);
       first = stages * step;
     }
     for (; first < k_chunks; first += step, ring.advance()) {
       wait_empty();
-      load_weights(map, bytes, row, first);
-      load_x(first);
+      load_weights(map, bytes, row, first, k_chunks);
+      load_x(p.x, 0, first, k_chunks);
     }
   };
   for (int group = blockIdx.x; group < p.a_groups; group += gridDim.x) {
@@ -238,34 +237,26 @@ __device__ void produce(const Stream& p, const Share& s, Ring ring) {
 
   // h B^T. B's boxes have as many rows as the larger shares: what is too much is not stored.
   const int last_row = s.first_row + s.groups * kGroup, r_chunks = p.rank / kChunk;
-  const uint32_t b_bytes = (p.lo + (p.hi_blocks > 0 ? 1 : 0)) * kGroup * kRowBytes;
   bool seen = false;
   for (int slice = 0; slice < p.slices; ++slice) {
     const int start = slice == 0 ? 0 : p.ends[slice - 1];
     if (last_row <= start || s.first_row >= p.ends[slice]) continue;
     for (int first = 0; first < r_chunks; first += step, ring.advance()) {
       wait_empty();
-      const int chunks = min(step, r_chunks - first);
-      const uint32_t barrier = ring.full + 8 * ring.stage;
-      barrier_expect(barrier, chunks * (b_bytes + s.x_bytes));
-      uint32_t at = ring.data + ring.stage * s.stage_bytes;
-      for (int c = 0; c < chunks; ++c) {
-        // Rows outside of the slice, before its start too, are filled with zeros.
-        load_box(at + c * s.chunk_bytes + s.x_bytes, p.b[slice], barrier, (first + c) * kChunk,
-                 s.first_row - start, once);
-      }
+      // Rows outside of the slice, before its start too, are filled with zeros.
+      load_weights(p.b[slice], p.groups * kGroup * kRowBytes, s.first_row - start, first, r_chunks);
       if (!seen) {
         seen = true;
-        while (load_acquire(p.sync) < p.a_groups) __nanosleep(20);
+        if (lane == 0) {
+          while (load_acquire(p.sync) < p.a_groups) __nanosleep(20);
+        }
+        __syncwarp();
         asm volatile("fence.proxy.async;" ::: "memory");
       }
-      for (int c = 0; c < chunks; ++c) {
-        load_box(at + c * s.chunk_bytes, p.h, barrier, slice * p.rank + (first + c) * kChunk, 0,
-                 often);
-      }
+      load_x(p.h, slice * p.rank, first, r_chunks);
     }
   }
-  if (atomicAdd(p.sync + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+  if (lane == 0 && atomicAdd(p.sync + 1, 1) == static_cast<int>(gridDim.x) - 1) {
     // All have seen h complete: at rest again for the next launch.
     p.sync[0] = 0;
     p.sync[1] = 0;
@@ -274,22 +265,24 @@ __device__ void produce(const Stream& p, const Share& s, Ring ring) {
 }
 
 // The compiler does not know that sums change until `wait_group`.
-template <int WIDTH, int COUNT>
-__device__ __forceinline__ void pin(float (&sum)[COUNT][WIDTH]) {
+template <int COUNT, int SUMS>
+__device__ __forceinline__ void pin(float (&sum)[COUNT][SUMS]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
-    for (int j = 0; j < WIDTH; ++j) asm volatile("" : "+f"(sum[i][j])::"memory");
+    for (int j = 0; j < SUMS; ++j) asm volatile("" : "+f"(sum[i][j])::"memory");
   }
 }
 
-template <typename T, int WIDTH, int COUNT>
-__device__ __forceinline__ void consume(float (&sum)[COUNT][WIDTH / 2], Ring& ring, const Share& s,
+// sum [64 COUNT rows of weights, ROWS of x] += over all chunks that come next.
+template <typename T, int ROWS, int COUNT>
+__device__ __forceinline__ void consume(float (&sum)[COUNT][ROWS / 2], Ring& ring, const Share& s,
                                         int chunks, int step) {
+  int before = -1;
+  pin(sum);
   for (int first = 0; first < chunks; first += step) {
     barrier_wait(ring.full + 8 * ring.stage, ring.parity);
     const uint32_t at = ring.data + ring.stage * s.stage_bytes;
-    pin(sum);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     const int here = min(step, chunks - first);
     for (int c = 0; c < here; ++c) {
@@ -299,16 +292,20 @@ __device__ __forceinline__ void consume(float (&sum)[COUNT][WIDTH / 2], Ring& ri
       for (int k = 0; k < kChunk / 16; ++k) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-          product<T>(sum[i], x + 2 * k, w + 2 * k + i * (WIDTH * kRowBytes >> 4));
+          product<T>(sum[i], w + 2 * k + i * (kTileBytes >> 4), x + 2 * k);
         }
       }
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    pin(sum);
-    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ring.stage);
+    // The stage before is done with; this one's products run on.
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (before >= 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
+    before = ring.stage;
     ring.advance();
   }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  pin(sum);
+  if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
 }
 
 template <typename T>
@@ -329,79 +326,89 @@ __device__ __forceinline__ float widen(T v) {
   }
 }
 
-template <typename T>
-struct alignas(2 * sizeof(T)) Pair {
-  T first, second;
-};
+__device__ __forceinline__ void sync_consumers() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
+}
 
-template <typename T, int WIDTH, int COUNT>
-__device__ void multiply(const Stream& p, const Share& s, Ring ring) {
-  const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
+// In a sum, a thread's values [4 j + 2 side + e] are of weight row 16 warp + lane / 4 + 8 side and
+// of x's row 8 j + 2 (lane % 4) + e.
+template <typename T, int ROWS, int COUNT>
+__device__ void multiply(const Stream& p, const Share& s, Ring ring, uint8_t* shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int k_chunks = p.k / kChunk, step = p.chunks_per_stage;
   for (int group = blockIdx.x; group < p.a_groups; group += gridDim.x) {
-    float sum[1][4] = {};
-    consume<T, 8, 1>(sum, ring, s, k_chunks, step);
-    T* const h = static_cast<T*>(p.hidden);
+    float sum[1][ROWS / 2] = {};
+    consume<T, ROWS, 1>(sum, ring, s, k_chunks, step);
+    if (warp == 0) {  // has the eight rows that are A's
+      T* const h = static_cast<T*>(p.hidden) + group * kGroup + lane / 4;
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int n = row + 8 * side;
-      if (n >= p.rows) continue;
-      // A selection, not a product: a seed row may hold NaN.
-      const bool seed = n % p.block_size == 0;
-      const Pair<T> pair{narrow<T>(seed ? 0.0F : sum[0][2 * side]),
-                         narrow<T>(seed ? 0.0F : sum[0][2 * side + 1])};
-      const int64_t at = static_cast<int64_t>(n) * p.slices * p.rank + group * kGroup + column;
-      *reinterpret_cast<Pair<T>*>(h + at) = pair;
+      for (int j = 0; j < ROWS / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int n = 8 * j + 2 * (lane % 4) + e;
+          if (n >= p.rows) continue;
+          // A selection, not a product: a seed row may hold NaN.
+          h[static_cast<int64_t>(n) * p.slices * p.rank] =
+              narrow<T>(n % p.block_size == 0 ? 0.0F : sum[0][4 * j + e]);
+        }
+      }
+      // Other blocks' copy engines read it.
+      asm volatile("fence.proxy.async;" ::: "memory");
+      __threadfence();
+      __syncwarp();
+      if (lane == 0) atomicAdd(p.sync, 1);
     }
-    // Other blocks' copy engines read it.
-    asm volatile("fence.proxy.async;" ::: "memory");
-    __threadfence();
-    asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
-    if (threadIdx.x == 0) atomicAdd(p.sync, 1);
   }
-  float sum[COUNT][WIDTH / 2] = {};
-  consume<T, WIDTH, COUNT>(sum, ring, s, k_chunks, step);
+  float sum[COUNT][ROWS / 2] = {};
+  consume<T, ROWS, COUNT>(sum, ring, s, k_chunks, step);
   const int last_row = s.first_row + s.groups * kGroup;
   for (int slice = 0; slice < p.slices; ++slice) {
     const int start = slice == 0 ? 0 : p.ends[slice - 1];
     if (last_row <= start || s.first_row >= p.ends[slice]) continue;
-    consume<T, WIDTH, COUNT>(sum, ring, s, p.rank / kChunk, step);
+    consume<T, ROWS, COUNT>(sum, ring, s, p.rank / kChunk, step);
   }
-  T* const y = static_cast<T*>(p.y);
+  // Through shared memory, where no load is under way any more, to whole lines.
+  constexpr int kPitch = COUNT * kTileRows + 8;
+  T* const out = reinterpret_cast<T*>(shared);
   const T* const bias = static_cast<const T*>(p.bias);
+  sync_consumers();
 #pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    const int n = row + 8 * side;
-    if (n >= p.rows) continue;
+  for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
+    for (int side = 0; side < 2; ++side) {
+      const int m = i * kTileRows + warp * 16 + lane / 4 + 8 * side;
+      const bool mine = m < s.groups * kGroup;
+      const float added = bias != nullptr && mine ? widen<T>(bias[s.first_row + m]) : 0.0F;
 #pragma unroll
-      for (int j = 0; j < WIDTH / 8; ++j) {
-        const int m = s.first_row + i * WIDTH + j * 8 + column;
-        if (i * WIDTH + j * 8 >= s.groups * kGroup) continue;
-        float first = sum[i][4 * j + 2 * side], second = sum[i][4 * j + 2 * side + 1];
-        if (bias != nullptr) {
-          first += widen<T>(bias[m]);
-          second += widen<T>(bias[m + 1]);
+      for (int j = 0; j < ROWS / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int n = 8 * j + 2 * (lane % 4) + e;
+          out[n * kPitch + m] = narrow<T>(sum[i][4 * j + 2 * side + e] + added);
         }
-        const Pair<T> pair{narrow<T>(first), narrow<T>(second)};
-        *reinterpret_cast<Pair<T>*>(y + static_cast<int64_t>(n) * p.n + m) = pair;
       }
     }
+  }
+  sync_consumers();
+  T* const y = static_cast<T*>(p.y) + s.first_row;
+  for (int at = threadIdx.x; at < p.rows * s.groups; at += kConsumers) {
+    const int n = at / s.groups, m = at % s.groups * kGroup;
+    *reinterpret_cast<uint4*>(y + static_cast<int64_t>(n) * p.n + m) =
+        *reinterpret_cast<const uint4*>(out + n * kPitch + m);
   }
 }
 
 #endif  // sm_90a
 
-template <typename T, int WIDTH, int COUNT>
+template <typename T, int ROWS, int COUNT>
 __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_constant__ Stream p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
-  const Share s = share_of<WIDTH * COUNT>(p);
+  const Share s = share_of(p);
   Ring ring;
-  ring.data = (shared_address(dynamic) + 1023) & ~1023U;
+  const uint32_t begin = shared_address(dynamic), aligned = (begin + 1023) & ~1023U;
+  ring.data = aligned;
   ring.full = shared_address(barriers);
   ring.empty = ring.full + 8 * kMaxStages;
   ring.stages = p.stages;
@@ -416,11 +423,11 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
   // By a shuffle: so that the compiler knows that a warp's threads go one way.
   const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0);
   if (warp == kConsumers / 32) {
-    if (threadIdx.x == kConsumers) produce<WIDTH * COUNT>(p, s, ring);
+    produce(p, s, ring);
   } else {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    multiply<T, WIDTH, COUNT>(p, s, ring);
+    multiply<T, ROWS, COUNT>(p, s, ring, dynamic + (aligned - begin));
   }
 #endif
 }
@@ -474,19 +481,24 @@ Device device_of(int index) {
   return d;
 }
 
-template <typename T, int WIDTH, int COUNT>
+template <typename T, int ROWS, int COUNT>
 void launch(Stream& p, int blocks, const Device& device, cudaStream_t stream) {
 #ifdef UNO_TUNE
-  const int kStageBytes = getenv("UNO_STAGE") ? atoi(getenv("UNO_STAGE")) * 1024 : 24 * 1024;
+  const int kStageBytes = getenv("UNO_STAGE") ? atoi(getenv("UNO_STAGE")) * 1024 : 32 * 1024;
+  const int kMaxChunks = getenv("UNO_CHUNKS") ? atoi(getenv("UNO_CHUNKS")) : 4;
 #else
-  constexpr int kStageBytes = 24 * 1024;  // about
+  constexpr int kStageBytes = 32 * 1024, kMaxChunks = 4;
 #endif
-  const int chunk = (p.x_rows + WIDTH * COUNT) * kRowBytes;
-  p.chunks_per_stage = std::clamp(kStageBytes / chunk, 1, 4);
-  const int room = device.shared_bytes - 1024 - kAhead - 2 * kMaxStages * 8;
+  const int chunk = (ROWS + p.groups * kGroup) * kRowBytes;
+  p.chunks_per_stage = std::clamp(kStageBytes / chunk, 1, kMaxChunks);
+  // Behind the last stage lies what its products read too much.
+  const int room = device.shared_bytes - 1024 - kTileBytes - 2 * kMaxStages * 8;
   p.stages = std::min(kMaxStages, room / (chunk * p.chunks_per_stage));
-  const int bytes = p.stages * chunk * p.chunks_per_stage + kAhead + 1024;
-  const auto kernel = stream_kernel<T, WIDTH, COUNT>;
+#ifdef UNO_TUNE
+  if (getenv("UNO_MAXSTAGES")) p.stages = std::min(p.stages, atoi(getenv("UNO_MAXSTAGES")));
+#endif
+  const int bytes = p.stages * chunk * p.chunks_per_stage + kTileBytes + 1024;
+  const auto kernel = stream_kernel<T, ROWS, COUNT>;
   STD_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   cudaLaunchAttribute attribute{};
@@ -501,21 +513,36 @@ void launch(Stream& p, int blocks, const Device& device, cudaStream_t stream) {
   config.numAttrs = 1;
 #ifdef UNO_TUNE
   if (getenv("UNO_PDL")) config.numAttrs = atoi(getenv("UNO_PDL"));
-  if (getenv("UNO_MAXSTAGES")) p.stages = std::min(p.stages, atoi(getenv("UNO_MAXSTAGES")));
 #endif
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<const Stream&>(p)));
 }
 
+template <typename T, int ROWS>
+void launch_tiles(Stream& p, int blocks, const Device& d, cudaStream_t stream) {
+  switch ((p.groups * kGroup + kTileRows - 1) / kTileRows) {
+    case 1:
+      return launch<T, ROWS, 1>(p, blocks, d, stream);
+    case 2:
+      return launch<T, ROWS, 2>(p, blocks, d, stream);
+    case 3:
+      return launch<T, ROWS, 3>(p, blocks, d, stream);
+    default:
+      return launch<T, ROWS, 4>(p, blocks, d, stream);
+  }
+}
+
 template <typename T>
-void launch_width(Stream& p, int groups, int blocks, const Device& d, cudaStream_t stream) {
-  if (groups <= 2) return launch<T, 16, 1>(p, blocks, d, stream);
-  if (groups <= 4) return launch<T, 32, 1>(p, blocks, d, stream);
-  if (groups <= 6) return launch<T, 48, 1>(p, blocks, d, stream);
-  if (groups <= 8) return launch<T, 64, 1>(p, blocks, d, stream);
-  if (groups <= 12) return launch<T, 48, 2>(p, blocks, d, stream);
-  if (groups <= 16) return launch<T, 64, 2>(p, blocks, d, stream);
-  if (groups <= 24) return launch<T, 64, 3>(p, blocks, d, stream);
-  launch<T, 64, 4>(p, blocks, d, stream);
+void launch_rows(Stream& p, int blocks, const Device& d, cudaStream_t stream) {
+  switch (p.x_rows) {
+    case 8:
+      return launch_tiles<T, 8>(p, blocks, d, stream);
+    case 16:
+      return launch_tiles<T, 16>(p, blocks, d, stream);
+    case 32:
+      return launch_tiles<T, 32>(p, blocks, d, stream);
+    default:
+      return launch_tiles<T, 64>(p, blocks, d, stream);
+  }
 }
 
 // Arguments are checked by vllm_uno/lora_kernels.py, which picks the shapes that this takes.
@@ -531,7 +558,7 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
   const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
   Stream p{};
   p.rows = static_cast<int>(x.size(0));
-  p.x_rows = (p.rows + kGroup - 1) / kGroup * kGroup;
+  p.x_rows = p.rows <= 8 ? 8 : p.rows <= 16 ? 16 : p.rows <= 32 ? 32 : 64;
   p.k = static_cast<int>(x.size(1));
   p.n = static_cast<int>(w.size(0));
   p.rank = static_cast<int>(b.size(1));
@@ -541,11 +568,11 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
   p.lo = w_groups / blocks;
   p.hi_blocks = w_groups - p.lo * blocks;
   p.a_groups = static_cast<int>(a.size(0)) / kGroup;
-  const int groups = p.lo + (p.hi_blocks > 0 ? 1 : 0);
-  STD_TORCH_CHECK(groups <= kMaxGroups, "uno_linear: ", p.n, " columns are too many");
-  STD_TORCH_CHECK(p.rows <= kTileRows, "uno_linear: ", p.rows, " rows are too many");
+  p.groups = p.lo + (p.hi_blocks > 0 ? 1 : 0);
+  STD_TORCH_CHECK(p.groups <= kMaxGroups, "uno_linear: ", p.n, " columns are too many");
+  STD_TORCH_CHECK(p.rows <= kMaxRows, "uno_linear: ", p.rows, " rows are too many");
   p.w[0] = matrix(w.const_data_ptr(), bf16, p.n, p.k, p.k, p.lo * kGroup);
-  p.w[1] = matrix(w.const_data_ptr(), bf16, p.n, p.k, p.k, groups * kGroup);
+  p.w[1] = matrix(w.const_data_ptr(), bf16, p.n, p.k, p.k, p.groups * kGroup);
   // Of a single row any stride may be said.
   p.x = matrix(x.const_data_ptr(), bf16, p.rows, p.k, p.rows == 1 ? p.k : x.stride(0), p.x_rows);
   p.a = matrix(a.const_data_ptr(), bf16, a.size(0), p.k, p.k, kGroup);
@@ -555,7 +582,7 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
     p.ends[slice] = ends[slice];
     const auto* from =
         static_cast<const uint16_t*>(b.const_data_ptr()) + static_cast<int64_t>(start) * p.rank;
-    p.b[slice] = matrix(from, bf16, ends[slice] - start, p.rank, p.rank, groups * kGroup);
+    p.b[slice] = matrix(from, bf16, ends[slice] - start, p.rank, p.rank, p.groups * kGroup);
     start = ends[slice];
   }
   p.hidden = h.mutable_data_ptr();
@@ -565,9 +592,9 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
   if (bf16) {
-    launch_width<__nv_bfloat16>(p, groups, blocks, device, static_cast<cudaStream_t>(stream));
+    launch_rows<__nv_bfloat16>(p, blocks, device, static_cast<cudaStream_t>(stream));
   } else {
-    launch_width<__half>(p, groups, blocks, device, static_cast<cudaStream_t>(stream));
+    launch_rows<__half>(p, blocks, device, static_cast<cudaStream_t>(stream));
   }
   return y;
 }

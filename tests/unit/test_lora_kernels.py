@@ -13,6 +13,7 @@ from vllm_uno import lora_kernels, ops
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_kernels import (
     SKINNY_ROWS,
+    STREAM_ROWS,
     KernelLora,
     kernel_lora,
     lora_add_reference,
@@ -63,7 +64,7 @@ def test_layout_means_what_the_adapter_does(
     lora = make_lora(widths, ranks, 64, torch.bfloat16, seed)
     kernel = kernel_lora(lora)
     assert kernel is not None
-    assert kernel.b.shape == (sum(widths), 32 if max(r or 0 for r in ranks) <= 32 else 64)
+    assert kernel.b.shape == (sum(widths), 64)
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 64, generator=gen).bfloat16()
     base = torch.randn(rows, sum(widths), generator=gen).bfloat16()
@@ -142,7 +143,7 @@ gpu_cases = st.fixed_dictionaries(
         "block": st.integers(1, 17),
         "dtype": st.sampled_from([torch.bfloat16, torch.float16]),
         "bias": st.booleans(),
-        "plain": st.booleans(),
+        "op": st.sampled_from(["uno_linear", "uno_linear_skinny", "uno_linear_sm90", "lora_add"]),
     }
 )
 QKV = {
@@ -152,8 +153,9 @@ QKV = {
     "block": 8,
     "dtype": torch.bfloat16,
     "bias": False,
-    "plain": True,
+    "op": "uno_linear",
 }
+STREAM = QKV | {"op": "uno_linear_sm90"}
 
 
 def poison() -> None:
@@ -162,7 +164,11 @@ def poison() -> None:
     del blocks
 
 
+MOST_ROWS = {"uno_linear_skinny": SKINNY_ROWS, "uno_linear_sm90": STREAM_ROWS}
+
+
 def check(found: dict[str, Any]) -> None:
+    found = found | {"rows": min(found["rows"], MOST_ROWS.get(found["op"], 600))}
     widths, ranks = [w for w, _ in found["slices"]], [r for _, r in found["slices"]]
     x, weight, kernel = case(found["rows"], widths, ranks, found["columns"], found["dtype"])
     x[:: found["block"]] *= 1e3  # a seed row that leaks through the gate shows
@@ -179,11 +185,15 @@ def check(found: dict[str, Any]) -> None:
     ).float()
     for _ in range(2):
         poison()
-        if found["plain"]:
-            got = torch.ops.vllm_uno.uno_linear(x, weight, bias, a, b, *ends, block, sync)
+        op = getattr(torch.ops.vllm_uno, found["op"])
+        if found["op"] == "uno_linear":
+            got = op(x, weight, bias, a, b, *ends, block, sync)
+        elif found["op"] != "lora_add":
+            no_bias = x.new_empty(0) if bias is None else bias
+            got = op(x, weight, no_bias, a, b, *ends, block, sync)
         else:
             base = torch.nn.functional.linear(x, weight, bias)
-            got = torch.ops.vllm_uno.lora_add(base, x, a, b, *ends, block)
+            got = op(base, x, a, b, *ends, block)
         scale = exact.abs().amax(1, keepdim=True).clamp(min=1)
         assert float(((got.float() - exact) / scale).abs().max()) < 2e-2
     assert sync.tolist() == [0, 0]
@@ -195,6 +205,10 @@ def check(found: dict[str, Any]) -> None:
 @example(found=QKV)
 @example(found=QKV | {"rows": SKINNY_ROWS})
 @example(found=QKV | {"rows": SKINNY_ROWS + 1})
+@example(found=QKV | {"rows": STREAM_ROWS + 1})
+@example(found=STREAM | {"rows": 64, "slices": [(12288, 128), (12288, 128)]})
+@example(found=STREAM | {"rows": 9, "slices": [(4096, 128)], "columns": 12288})
+@example(found=STREAM | {"rows": 24, "slices": [(96, 200), (1024, None), (32, 7)]})
 @example(found=QKV | {"rows": 512, "slices": [(12288, 128), (12288, 128)]})
 @example(found=QKV | {"rows": 16, "slices": [(4096, 128)], "columns": 12288})
 @example(found=QKV | {"slices": [(32, 1)], "columns": 64, "rows": 1})
@@ -205,7 +219,7 @@ def test_kernels_match_the_oracle(found: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @needs_cuda_kernel
-@pytest.mark.parametrize("rows", [8, 24, 64])
+@pytest.mark.parametrize("rows", [8, 24, 64, 72])
 def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
     x, weight, kernel = case(rows, [4096, 1024, 1024], [128] * 3, 4096, torch.bfloat16)
     x, weight, a, b = (t.cuda() for t in (x, weight, kernel.a, kernel.b))

@@ -1,6 +1,6 @@
 """Our kernels alone, against their roofline and against what one would have without them.
 
-    python benchmarks/kernels.py --out kernels.json
+    python benchmarks/linear_kernels.py --out linear_kernels.json
 
 The four linear layers of each of 36 layers of the Qwen3-8B shape (random weights, LoRA r128 on all
 projections), as one CUDA graph, by number of rows:
