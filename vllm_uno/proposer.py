@@ -24,9 +24,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
 from vllm_uno.draft_graphs import capture_draft_graphs, covered_requests
+from vllm_uno.draft_head import ReducedHead
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
 from vllm_uno.draft_sampling import DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
+from vllm_uno.draft_vocab import read_draft_vocab
 from vllm_uno.metrics import DraftCounters
 from vllm_uno.verification import keep_sampler
 from vllm_uno.vllm_hooks.runner_api import (
@@ -101,6 +103,7 @@ class UnoProposer(DraftModelSpeculator):
         self.counters = DraftCounters(self.block_size, device)
         self.cudagraph_manager: CudaGraphManager | None = None
         self.draft_sampler: DraftSampler | None = None
+        self.reduced_head: ReducedHead | None = None
         self._checked_loras = False
 
     # --- loading -----------------------------------------------------------
@@ -126,7 +129,23 @@ class UnoProposer(DraftModelSpeculator):
             size / 2**20,
             self.block_size,
         )
+        path = self.speculative_config.uno_draft_vocab
+        if path is not None:
+            self.reduced_head = ReducedHead(
+                view,
+                target_model,
+                read_draft_vocab(path, self.vocab_size),
+                self.vocab_size,
+                self.hidden_size,
+                self.dtype,
+                self.device,
+            )
         return view
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Draft logits [rows, V] of [rows, H]; -inf outside a draft vocabulary."""
+        logits: torch.Tensor = (self.reduced_head or self.model.compute_logits)(hidden_states)
+        return logits
 
     def set_attn(
         self,
@@ -162,7 +181,9 @@ class UnoProposer(DraftModelSpeculator):
             block_tables.num_kv_cache_groups, self.max_num_reqs, self.block_size, self.device
         )
         sampler = model_state.uno_sampler
-        self.draft_sampler = DraftSampler(sampler, self.block_size, self.draft_logits)
+        self.draft_sampler = DraftSampler(
+            sampler, self.block_size, self.draft_logits, self.reduced_head
+        )
 
     # --- CUDA graphs -------------------------------------------------------
 
@@ -297,6 +318,8 @@ class UnoProposer(DraftModelSpeculator):
             # Nobody can draft yet. (Data-parallel ranks must run the pass together.)
             return self.draft_tokens[:num_reqs]
 
+        if self.reduced_head is not None:
+            self.reduced_head.refresh()
         desc, dp_sync = self._dispatch(num_reqs, dp_sync_state, need_eager=is_profile)
         full_graph = desc.cg_mode == CUDAGraphMode.FULL
         # More than `num_reqs` in a graph, and where data-parallel ranks agreed on more rows.
@@ -351,9 +374,7 @@ class UnoProposer(DraftModelSpeculator):
             # The bound counts every draft as accepted; it only errs towards True.
             some_inert=bool(seq_lens_np.max() + block > self._length_limit()),
         )
-        self.draft_sampler(
-            hidden_states, self.model.compute_logits, batch, self.draft_tokens[:num_reqs]
-        )
+        self.draft_sampler(hidden_states, self.compute_logits, batch, self.draft_tokens[:num_reqs])
         return self.draft_tokens[:num_reqs]
 
     def _length_limit(self) -> int:
@@ -411,7 +432,7 @@ class UnoProposer(DraftModelSpeculator):
             self._checked_loras = True
         hidden_states = self._forward(num_rows, None, None)
         chunk = min(num_rows, get_max_chunk_logits(self.vocab_size))
-        logits = self.model.compute_logits(hidden_states[:chunk])
+        logits = self.compute_logits(hidden_states[:chunk])
         if current_platform.is_cpu():
             return
         # Peak of sampling: verify logits, which vLLM's profile counts as one row
