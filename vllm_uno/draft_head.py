@@ -74,9 +74,9 @@ class ReducedHead:
         self._seen = self._state()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the gathered rows on this rank."""
-        return sum(b.nbytes for b in self.rows.buffers())
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What it holds beside the model: this rank's gathered rows, and the ids."""
+        return (self.ids, *self.rows.buffers())
 
     def refresh(self) -> None:
         """Gather the rows again, in place, if the weights were reloaded; the host knows.

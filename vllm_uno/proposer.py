@@ -29,6 +29,7 @@ from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
 from vllm_uno.draft_sampling import DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.draft_vocab import read_draft_vocab
+from vllm_uno.memory import footprint, sampling_peak
 from vllm_uno.metrics import DraftCounters
 from vllm_uno.verification import keep_sampler
 from vllm_uno.vllm_hooks.runner_api import (
@@ -69,16 +70,6 @@ class UnoProposer(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         check_runner_api()
-        spec: Any = vllm_config.speculative_config
-        if spec.draft_sample_method == "probabilistic":
-            rows = vllm_config.scheduler_config.max_num_seqs * spec.num_speculative_tokens
-            laws = 4 * rows * vllm_config.model_config.get_vocab_size()
-            logger.info(
-                "UNO: draft laws take %.2f GiB (max_num_seqs x %d x vocabulary, fp32); lower "
-                "max_num_seqs, or set draft_sample_method to 'greedy', to save it",
-                laws / 2**30,
-                spec.num_speculative_tokens,
-            )
         # The base class sizes its buffers by the draft model's config: here the
         # target's. It must not reach other readers of the real config.
         shadow = copy.copy(vllm_config)
@@ -105,6 +96,8 @@ class UnoProposer(DraftModelSpeculator):
         self.draft_sampler: DraftSampler | None = None
         self.reduced_head: ReducedHead | None = None
         self._checked_loras = False
+        self._told_memory = False
+        self._warmed_up = False
 
     # --- loading -----------------------------------------------------------
 
@@ -121,13 +114,9 @@ class UnoProposer(DraftModelSpeculator):
         )
         loras = load_adapter(fetch_adapter(source), target_model, self.dtype, self.device)
         view = build_draft_view(target_model, loras, self.block_size, self.vllm_config)
-        size = sum(w.nbytes for lora in loras.values() for w in (lora.a, *lora.b))
+        self.target_model: Any = target_model
         logger.info(
-            "UNO: adapter %s on %d layers (%.1f MiB), block size %d",
-            source,
-            len(loras),
-            size / 2**20,
-            self.block_size,
+            "UNO: adapter %s on %d layers, block size %d", source, len(loras), self.block_size
         )
         path = self.speculative_config.uno_draft_vocab
         if path is not None:
@@ -184,6 +173,30 @@ class UnoProposer(DraftModelSpeculator):
         self.draft_sampler = DraftSampler(
             sampler, self.block_size, self.draft_logits, self.reduced_head
         )
+        self._tell_memory()
+
+    def _tell_memory(self) -> None:
+        if self._told_memory:  # vLLM sets attention up twice, once to profile graphs
+            return
+        self._told_memory = True
+        head = [] if self.reduced_head is None else self.reduced_head.tensors
+        found = footprint(
+            self.model,
+            self.draft_logits,
+            head,
+            self.device,
+            self,
+            self.input_buffers,
+            self.rows,
+            self.counters,
+        )
+        save = (
+            f"; lower max_num_seqs ({self.max_num_reqs}), or set draft_sample_method to 'greedy', "
+            "for smaller draft laws"
+            if found.draft_laws > 2**30
+            else ""
+        )
+        logger.info("UNO takes %s%s", found.line(), save)
 
     # --- CUDA graphs -------------------------------------------------------
 
@@ -206,6 +219,7 @@ class UnoProposer(DraftModelSpeculator):
 
     def capture(self) -> None:
         assert self.cudagraph_manager is not None
+        free_before = torch.accelerator.get_memory_info()[0]
         capture_draft_graphs(
             self.cudagraph_manager,
             self._forward_into_buffer,
@@ -217,6 +231,24 @@ class UnoProposer(DraftModelSpeculator):
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
         )
+        graphs = max(0, free_before - torch.accelerator.get_memory_info()[0])
+        self._warm_up()
+        compilation = self.vllm_config.compilation_config
+        sizes = compilation.cudagraph_capture_sizes or []
+        verify_full = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        logger.info(
+            "UNO: draft CUDA graphs take %.2f GiB; graphs cover draft passes of up to %d and "
+            "verify passes of up to %d requests (max_num_seqs=%d), larger batches run without",
+            graphs / 2**30,
+            max((desc.num_reqs or 0 for desc in self.cudagraph_manager.graphs), default=0),
+            covered_requests(sizes, self.block_size + 1, self.max_num_reqs) if verify_full else 0,
+            self.max_num_reqs,
+        )
+
+    def _warm_up(self) -> None:
+        if self._warmed_up:
+            return
+        self._warmed_up = True
         assert self.draft_sampler is not None
         warm_up_sampling(
             self.draft_sampler.sampler,
@@ -226,16 +258,8 @@ class UnoProposer(DraftModelSpeculator):
             self.dtype,
             self.device,
         )
-        compilation = self.vllm_config.compilation_config
-        sizes = compilation.cudagraph_capture_sizes or []
-        verify_full = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        logger.info(
-            "UNO: CUDA graphs cover draft passes of up to %d and verify passes of up to %d "
-            "requests (max_num_seqs=%d); larger batches run without",
-            max((desc.num_reqs or 0 for desc in self.cudagraph_manager.graphs), default=0),
-            covered_requests(sizes, self.block_size + 1, self.max_num_reqs) if verify_full else 0,
-            self.max_num_reqs,
-        )
+        # vLLM counts what is gone at the end of a capture as the graphs' own.
+        torch.accelerator.empty_cache()
 
     # --- one draft pass ----------------------------------------------------
 
@@ -431,17 +455,12 @@ class UnoProposer(DraftModelSpeculator):
             )
             self._checked_loras = True
         hidden_states = self._forward(num_rows, None, None)
-        chunk = min(num_rows, get_max_chunk_logits(self.vocab_size))
-        logits = self.compute_logits(hidden_states[:chunk])
-        if current_platform.is_cpu():
-            return
-        # Peak of sampling: verify logits, which vLLM's profile counts as one row
-        # a request, with the fp32 copies of one chunk.
-        verify_rows = self.max_num_reqs * (self.block_size + 1)
-        verify_chunk = min(verify_rows, get_max_chunk_logits(self.vocab_size))
-        peak = [
-            logits.new_empty(verify_rows, logits.shape[1]),
-            logits.new_empty(verify_chunk, logits.shape[1], dtype=torch.float32),
-            logits.new_empty(verify_chunk, logits.shape[1], dtype=torch.float32),
-        ]
-        del peak
+        if not current_platform.is_cpu():
+            sampling_peak(
+                self.compute_logits,
+                self.target_model.compute_logits,
+                hidden_states,
+                self.max_num_reqs,
+                self.block_size,
+                get_max_chunk_logits(self.vocab_size),
+            )
