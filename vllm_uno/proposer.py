@@ -444,17 +444,19 @@ class UnoProposer(DraftModelSpeculator):
         )
 
     def _profile(self, num_reqs: int) -> None:
-        """vLLM's memory profile: run the widest draft pass, without attention or KV cache."""
-        num_rows = num_reqs * self.block_size
-        self.input_buffers.input_ids[:num_rows].fill_(0)
-        self.input_buffers.positions[:num_rows].fill_(0)
+        """vLLM's memory profile: a pass wider than any draft, without attention or KV cache."""
+        self.input_buffers.input_ids.fill_(0)
+        self.input_buffers.positions.fill_(0)
         if not self._checked_loras:
-            rows = min(num_rows, 2 * self.block_size)
+            rows = min(num_reqs, 2) * self.block_size
             check_every_lora_runs(
                 self.model, lambda: self._forward(rows, None, None, skip_compiled=True)
             )
             self._checked_loras = True
-        hidden_states = self._forward(num_rows, None, None)
+        # The first compiled call: Inductor writes its kernels for the number of rows that it
+        # sees. vLLM's profile has just run the target on as many, so kernels that the view
+        # has in common with it come out the same, and their binaries from Triton's cache.
+        hidden_states = self._forward(self.max_num_tokens, None, None)
         if not current_platform.is_cpu():
             sampling_peak(
                 self.compute_logits,

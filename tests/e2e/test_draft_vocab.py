@@ -10,7 +10,6 @@ import torch
 from engines import Engine, engine
 from law_run import (
     ALPHA,
-    BLOCK_SIZE,
     SETTINGS,
     VOCAB_SIZE,
     law_engine,
@@ -24,6 +23,7 @@ from vllm import SamplingParams
 
 PROMPTS = make_prompts(2048)
 KEPT = list(range(1, 2048, 2))
+DRAFT_VOCAB = [1, 2, 3, 6, 9, 12, 13]  # of the law's model, of 16 tokens
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ class TestSampledLaw:
         folder = tmp_path_factory.mktemp("law") / "models"
         write_models(folder)
         file = folder / "vocab.json"
-        file.write_text(json.dumps([1, 2, 3, 6, 9, 12, 13]))
+        file.write_text(json.dumps(DRAFT_VOCAB))
         with law_engine(folder, SETTINGS["t1"], max_num_seqs=64, draft_vocab=file) as e:
             yield e, folder
 
@@ -158,18 +158,17 @@ class TestSampledLaw:
         assert report.p_value > ALPHA
         assert all(0.1 < a < 0.95 for a in report.acceptance)
 
-    def test_stored_law_is_of_the_list(self, law: tuple[Engine, Path]) -> None:
+    @pytest.mark.parametrize("name", ["t0.7", "top_k"])
+    def test_stored_law_is_of_the_list(self, law: tuple[Engine, Path], name: str) -> None:
         running, _ = law
-        params = make_params(SETTINGS["t0.7"], tokens=12, seed=7)
+        running.speculator.draft_logits.fill_(float("-inf"))
+        params = make_params(SETTINGS[name], tokens=12, seed=7)
         params.output_kind = params.output_kind.FINAL_ONLY
         running.tokens(make_prompts(VOCAB_SIZE, 1, lengths=(6,), seed=3), params)
-        laws = running.speculator.draft_logits
-        used = laws.isfinite().any(-1).all(-1).nonzero().flatten()
-        assert len(used)
-        kept = [1, 2, 3, 6, 9, 12, 13]
-        for slot in used.tolist():
-            for row in range(BLOCK_SIZE):
-                finite = laws[slot, row].isfinite().nonzero().flatten().tolist()
-                assert finite == kept or finite == [
-                    0
-                ]  # [0]: the one-hot law of a request at its end
+        (slot,) = running.speculator.draft_logits.isfinite().any(-1).all(-1).nonzero().tolist()
+        kept = params.top_k or len(DRAFT_VOCAB)
+        for row in running.speculator.draft_logits[slot[0]]:
+            finite = row.isfinite().nonzero().flatten().tolist()
+            assert set(finite) <= set(DRAFT_VOCAB)
+            # A top-k of the draft law itself: of the listed tokens, not of all.
+            assert len(finite) == min(kept, len(DRAFT_VOCAB))
