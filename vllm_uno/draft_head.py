@@ -58,7 +58,7 @@ class ReducedHead:
         self.ids = torch.from_numpy(ids).to(device)
         self.first_id = int(ids[0])
         self.rows = _RowsOfHead(self.ids)
-        _replace_logits_processor(view, self.rows)
+        self._processor = _replace_logits_processor(view, self.rows)
         self._loads = 0
         _count_loads(target, self)
         # The head that the model hands its logits processor is known once it has.
@@ -99,6 +99,12 @@ class ReducedHead:
         logits: torch.Tensor = compute_logits(hidden_states)
         return logits
 
+    def whole(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, H] -> [rows, V] of the head as it was, for the memory profile."""
+        processor: Any = self._processor
+        logits: torch.Tensor = processor(self.rows.head, hidden_states, self.rows._head_bias)
+        return logits
+
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> int64 [rows], the likeliest token, of equals the lowest."""
         return self.ids[self.reduced(hidden_states).argmax(dim=-1)]
@@ -133,7 +139,7 @@ class _RowsOfHead(nn.Module):
     bias: torch.Tensor | None
     head: Any
     _ids: torch.Tensor
-    _head_bias: torch.Tensor
+    _head_bias: Any
 
     def __init__(self, ids: torch.Tensor) -> None:
         super().__init__()
@@ -213,7 +219,8 @@ class _ReducedLogits(nn.Module):
         return logits
 
 
-def _replace_logits_processor(view: nn.Module, rows: _RowsOfHead) -> None:
+def _replace_logits_processor(view: nn.Module, rows: _RowsOfHead) -> LogitsProcessor:
+    """Put the reduced processor into `view`; returns the one that was there."""
     found = [
         (parent, key, child)
         for parent in view.modules()
@@ -229,6 +236,7 @@ def _replace_logits_processor(view: nn.Module, rows: _RowsOfHead) -> None:
     copied = shallow_copy(processor)
     copied.__dict__["org_vocab_size"] = len(rows._ids)
     parent._modules[key] = _ReducedLogits(copied, rows)
+    return processor
 
 
 def _count_loads(target: nn.Module, head: ReducedHead) -> None:

@@ -114,7 +114,6 @@ class UnoProposer(DraftModelSpeculator):
         )
         loras = load_adapter(fetch_adapter(source), target_model, self.dtype, self.device)
         view = build_draft_view(target_model, loras, self.block_size, self.vllm_config)
-        self.target_model: Any = target_model
         logger.info(
             "UNO: adapter %s on %d layers, block size %d", source, len(loras), self.block_size
         )
@@ -460,7 +459,8 @@ class UnoProposer(DraftModelSpeculator):
         if not current_platform.is_cpu():
             sampling_peak(
                 self.compute_logits,
-                self.target_model.compute_logits,
+                # Not the target's own: a user's LoRA knows the profile's few sampled rows only.
+                self.reduced_head.whole if self.reduced_head else self.compute_logits,
                 hidden_states,
                 self.max_num_reqs,
                 self.block_size,

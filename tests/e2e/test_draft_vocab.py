@@ -115,6 +115,12 @@ class TestOneEngine:
         assert {id(p) for p in speculator.model.parameters()} == target
         buffers = dict(speculator.model.named_buffers())
         assert buffers["logits_processor.rows.weight"].shape == (len(KEPT), 256)
+        hidden = torch.randn(3, 256)
+        with torch.inference_mode():
+            whole, full = speculator.reduced_head.whole(hidden), speculator.compute_logits(hidden)
+            assert torch.equal(whole, running.runner.model.compute_logits(hidden))
+        torch.testing.assert_close(full[:, KEPT], whole[:, KEPT])
+        assert full.isfinite().sum() == 3 * len(KEPT)
         held = sum(t.nbytes for t in speculator.reduced_head.tensors)
         assert held == len(KEPT) * (256 * 4 + 8)
 
