@@ -63,7 +63,8 @@ class ReducedHead:
         _count_loads(target, self)
         # The head that the model hands its logits processor is known once it has.
         probe = torch.zeros(1, hidden_size, dtype=dtype, device=device)
-        with torch.inference_mode():
+        # Not inference mode: waking from sleep writes into the gathered rows outside it.
+        with torch.no_grad():
             logits = self.reduced(probe)
         if logits is None or logits.shape != (1, len(ids)):
             shape = None if logits is None else list(logits.shape)

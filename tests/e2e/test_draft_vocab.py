@@ -115,6 +115,9 @@ class TestOneEngine:
         assert {id(p) for p in speculator.model.parameters()} == target
         buffers = dict(speculator.model.named_buffers())
         assert buffers["logits_processor.rows.weight"].shape == (len(KEPT), 256)
+        rows = speculator.reduced_head.rows.weight
+        assert not rows.is_inference()
+        rows.data.copy_(rows.clone())  # as waking from sleep does
         hidden = torch.randn(3, 256)
         with torch.inference_mode():
             whole, full = speculator.reduced_head.whole(hidden), speculator.compute_logits(hidden)
