@@ -223,6 +223,7 @@ def law_engine(
     plain: bool = False,
     max_num_seqs: int | None = None,
     eager: bool = False,
+    draft_vocab: Path | None = None,
 ) -> Iterator[Engine]:
     """An engine for settings with `setting`'s way of drafting; models are kept in `folder`."""
     from engines import engine
@@ -251,6 +252,7 @@ def law_engine(
         "uno_lora_path": str(folder / "adapter"),
         "num_speculative_tokens": BLOCK_SIZE,
         "draft_sample_method": setting.draft,
+        "uno_draft_vocab": None if draft_vocab is None else str(draft_vocab),
     }
     with engine(folder / "model", None if plain else uno, **settings) as running:
         yield running

@@ -45,10 +45,12 @@ def draft_records(speculator: Any) -> Iterator[list[DraftRecord]]:
         return law(logits, batch, start, stop)
 
     sampler._draft_law = record
+    sampler._bare_argmax = lambda slots: False  # the shortcut makes no full-width logits
     try:
         yield records
     finally:
         sampler._draft_law = law
+        del sampler._bare_argmax
 
 
 # For `llm.collective_rpc`, where the engine is in other processes.

@@ -1,12 +1,16 @@
-"""The `vllm-uno` command: `train` and `eval-adapter`."""
+"""The `vllm-uno` command: `train`, `eval-adapter` and `draft-vocab`."""
 
 from __future__ import annotations
 
 import sys
+from typing import TypeVar
+
+Settings = TypeVar("Settings")
 
 COMMANDS = {
     "train": "train a UNO adapter for a model",
     "eval-adapter": "acceptance of an adapter, offline",
+    "draft-vocab": "frequent tokens of a text, for a reduced draft head",
 }
 
 
@@ -22,11 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"  {name:14} {text}")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     try:
-        # All of the extra: the last of them is needed after hours of training only.
-        import accelerate  # noqa: F401
-        import matplotlib  # noqa: F401
-        import peft  # noqa: F401
-        import tqdm  # noqa: F401
+        if arguments[0] != "draft-vocab":
+            # All of the extra: the last of them is needed after hours of training only.
+            import accelerate  # noqa: F401
+            import matplotlib  # noqa: F401
+            import peft  # noqa: F401
+            import tqdm  # noqa: F401
         from transformers import HfArgumentParser
 
         from vllm_uno.train.data import DataError
@@ -36,25 +41,29 @@ def main(arguments: list[str] | None = None) -> int:
         needs = "pip install 'vllm-uno[train]'"
         print(f"vllm-uno {arguments[0]} needs the train extra: {needs} ({error})", file=sys.stderr)
         return 2
+
+    def parse(kind: type[Settings]) -> Settings:
+        parser = HfArgumentParser(kind, prog=f"vllm-uno {arguments[0]}", description=kind.__doc__)
+        return parser.parse_args_into_dataclasses(arguments[1:])[0]
+
     try:
         if arguments[0] == "train":
             from vllm_uno.train.settings import TrainSettings
             from vllm_uno.train.trainer import train
 
-            (settings,) = HfArgumentParser(
-                TrainSettings, prog="vllm-uno train", description=TrainSettings.__doc__
-            ).parse_args_into_dataclasses(arguments[1:])
-            result = train(settings)
+            result = train(parse(TrainSettings))
             if result.heldout is not None:
                 print(f"held-out text: {result.heldout.line()}")
             print(f"adapter: {result.adapter}" if result.adapter else f"at step {result.steps}")
-        else:
+        elif arguments[0] == "eval-adapter":
             from vllm_uno.train.evaluate import EvalSettings, evaluate
 
-            (settings,) = HfArgumentParser(
-                EvalSettings, prog="vllm-uno eval-adapter", description=EvalSettings.__doc__
-            ).parse_args_into_dataclasses(arguments[1:])
-            evaluate(settings)
+            evaluate(parse(EvalSettings))
+        else:
+            from vllm_uno.train.draft_vocab import DraftVocabSettings, make_draft_vocab
+
+            settings = parse(DraftVocabSettings)
+            print(f"{settings.output}: {make_draft_vocab(settings).line()}")
     except (DataError, ModelError, SettingsError, ValueError) as error:
         print(f"vllm-uno {arguments[0]}: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ nothing but vLLM's configuration classes.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
@@ -90,6 +91,9 @@ class UnoSpeculativeConfig(SpeculativeConfig):
     """Lowest noise id."""
     uno_noise_seed: int = 0
     """Base seed of the noise, 0 to 2^31-1. Never changes the output law."""
+    uno_draft_vocab: str | None = None
+    """File of token ids (`.json` list, or `.pt` as SGLang's speculative token map): the draft
+    head scores only these. Verification always uses the whole vocabulary. On every node."""
 
     # Redeclared without the parent's "ge=1": `__post_init__` sets them to 0 for the readers
     # in vLLM that compare them, and `dataclasses.replace` validates what it was set to.
@@ -107,6 +111,7 @@ class UnoSpeculativeConfig(SpeculativeConfig):
         "uno_mask_token_id",
         "uno_noise_low",
         "uno_noise_seed",
+        "uno_draft_vocab",
         "draft_sample_method",
         "rejection_sample_method",
         "synthetic_acceptance_rates",
@@ -159,6 +164,11 @@ class UnoSpeculativeConfig(SpeculativeConfig):
                 "NOT lossless and makes no sense. It is for benchmarks only."
             )
         self._resolve_adapter()
+        if self.uno_draft_vocab is not None:
+            from vllm_uno.draft_vocab import read_draft_vocab
+
+            read_draft_vocab(self.uno_draft_vocab, self.target_model_config.get_vocab_size())
+            self.uno_draft_vocab = os.path.abspath(self.uno_draft_vocab)
 
     def _refuse_senseless_settings(self) -> None:
         kept = {*self.settings, "target_model_config", "target_parallel_config"}

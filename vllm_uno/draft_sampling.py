@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_uno.draft_head import ReducedHead
 from vllm_uno.vllm_hooks.runner_api import (
     LogitsContext,
     Sampler,
@@ -67,14 +68,20 @@ class DraftSampler:
         block_size: B.
         draft_logits: fp32 [max_num_reqs, B, V] cache of the draft laws, read by
             vLLM's rejection sampler; None for greedy proposals (`draft_sample_method`).
+        reduced: the reduced draft head, which is then also `compute_logits` below.
     """
 
     def __init__(
-        self, sampler: Sampler, block_size: int, draft_logits: torch.Tensor | None
+        self,
+        sampler: Sampler,
+        block_size: int,
+        draft_logits: torch.Tensor | None,
+        reduced: ReducedHead | None = None,
     ) -> None:
         self.sampler = sampler
         self.block_size = block_size
         self.draft_logits = draft_logits
+        self.reduced = reduced
 
     def __call__(
         self,
@@ -99,8 +106,17 @@ class DraftSampler:
         for start in range(0, num_reqs, step):
             stop = min(start + step, num_reqs)
             rows = slice(start * block, stop * block)
+            if self.reduced is not None and self._bare_argmax(batch.idx_mapping_np[start:stop]):
+                out[start:stop] = self.reduced.argmax(hidden_states[rows]).view(-1, block)
+                continue
             logits = compute_logits(hidden_states[rows])
             out[start:stop] = self._sample(logits, batch, start, stop).view(stop - start, block)
+
+    def _bare_argmax(self, slots_np: np.ndarray) -> bool:
+        """Whether these requests' drafts are the argmax of unprocessed logits."""
+        temperature = self.sampler.sampling_states.temperature.np[slots_np]
+        certain = self.draft_logits is None or bool(np.all(temperature == 0.0))
+        return certain and not np.any(self.sampler.needs_logits_processing[slots_np])
 
     def _sample(
         self, logits: torch.Tensor, batch: DraftBatch, start: int, stop: int
@@ -163,6 +179,8 @@ class DraftSampler:
         for processor in sampler.logits_processors:
             z = processor.apply(z, context)
         sampler.thinking_budget_state.apply(z, context)
+        if self.reduced is not None:
+            self.reduced.revive(z)
 
         states = sampler.sampling_states
         filters = (

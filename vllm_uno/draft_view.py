@@ -89,7 +89,7 @@ def _clone(
         module = module.base_layer
     lora = loras.get(name)
     if lora is not None:
-        copied = _shallow_copy(module)
+        copied = shallow_copy(module)
         UnoLinearMethod.attach(copied, lora, block_size)
         return copied
     children = {
@@ -101,12 +101,13 @@ def _clone(
     # The root is always copied: `get_draft_model()` must not be the target.
     if not changed and name:
         return module
-    copied = _shallow_copy(module)
+    copied = shallow_copy(module)
     copied._modules.update(children)
     return copied
 
 
-def _shallow_copy(module: nn.Module) -> nn.Module:
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module that shares `module`'s parameters, children and buffers, but may change them."""
     copied = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     # `_parameters` stays the same dict: weights reloaded in place, or replaced

@@ -24,9 +24,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
 from vllm_uno.draft_graphs import capture_draft_graphs, covered_requests
+from vllm_uno.draft_head import ReducedHead
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
 from vllm_uno.draft_sampling import DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
+from vllm_uno.draft_vocab import read_draft_vocab
+from vllm_uno.memory import footprint, sampling_peak
 from vllm_uno.metrics import DraftCounters
 from vllm_uno.verification import keep_sampler
 from vllm_uno.vllm_hooks.runner_api import (
@@ -67,16 +70,6 @@ class UnoProposer(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         check_runner_api()
-        spec: Any = vllm_config.speculative_config
-        if spec.draft_sample_method == "probabilistic":
-            rows = vllm_config.scheduler_config.max_num_seqs * spec.num_speculative_tokens
-            laws = 4 * rows * vllm_config.model_config.get_vocab_size()
-            logger.info(
-                "UNO: draft laws take %.2f GiB (max_num_seqs x %d x vocabulary, fp32); lower "
-                "max_num_seqs, or set draft_sample_method to 'greedy', to save it",
-                laws / 2**30,
-                spec.num_speculative_tokens,
-            )
         # The base class sizes its buffers by the draft model's config: here the
         # target's. It must not reach other readers of the real config.
         shadow = copy.copy(vllm_config)
@@ -101,7 +94,10 @@ class UnoProposer(DraftModelSpeculator):
         self.counters = DraftCounters(self.block_size, device)
         self.cudagraph_manager: CudaGraphManager | None = None
         self.draft_sampler: DraftSampler | None = None
+        self.reduced_head: ReducedHead | None = None
         self._checked_loras = False
+        self._told_memory = False
+        self._warmed_up = False
 
     # --- loading -----------------------------------------------------------
 
@@ -118,15 +114,26 @@ class UnoProposer(DraftModelSpeculator):
         )
         loras = load_adapter(fetch_adapter(source), target_model, self.dtype, self.device)
         view = build_draft_view(target_model, loras, self.block_size, self.vllm_config)
-        size = sum(w.nbytes for lora in loras.values() for w in (lora.a, *lora.b))
         logger.info(
-            "UNO: adapter %s on %d layers (%.1f MiB), block size %d",
-            source,
-            len(loras),
-            size / 2**20,
-            self.block_size,
+            "UNO: adapter %s on %d layers, block size %d", source, len(loras), self.block_size
         )
+        path = self.speculative_config.uno_draft_vocab
+        if path is not None:
+            self.reduced_head = ReducedHead(
+                view,
+                target_model,
+                read_draft_vocab(path, self.vocab_size),
+                self.vocab_size,
+                self.hidden_size,
+                self.dtype,
+                self.device,
+            )
         return view
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Draft logits [rows, V] of [rows, H]; -inf outside a draft vocabulary."""
+        logits: torch.Tensor = (self.reduced_head or self.model.compute_logits)(hidden_states)
+        return logits
 
     def set_attn(
         self,
@@ -162,7 +169,33 @@ class UnoProposer(DraftModelSpeculator):
             block_tables.num_kv_cache_groups, self.max_num_reqs, self.block_size, self.device
         )
         sampler = model_state.uno_sampler
-        self.draft_sampler = DraftSampler(sampler, self.block_size, self.draft_logits)
+        self.draft_sampler = DraftSampler(
+            sampler, self.block_size, self.draft_logits, self.reduced_head
+        )
+        self._tell_memory()
+
+    def _tell_memory(self) -> None:
+        if self._told_memory:  # vLLM sets attention up twice, once to profile graphs
+            return
+        self._told_memory = True
+        head = [] if self.reduced_head is None else self.reduced_head.tensors
+        found = footprint(
+            self.model,
+            self.draft_logits,
+            head,
+            self.device,
+            self,
+            self.input_buffers,
+            self.rows,
+            self.counters,
+        )
+        save = (
+            f"; lower max_num_seqs ({self.max_num_reqs}), or set draft_sample_method to 'greedy', "
+            "for smaller draft laws"
+            if found.draft_laws > 2**30
+            else ""
+        )
+        logger.info("UNO takes %s%s", found.line(), save)
 
     # --- CUDA graphs -------------------------------------------------------
 
@@ -185,6 +218,7 @@ class UnoProposer(DraftModelSpeculator):
 
     def capture(self) -> None:
         assert self.cudagraph_manager is not None
+        free_before = torch.accelerator.get_memory_info()[0]
         capture_draft_graphs(
             self.cudagraph_manager,
             self._forward_into_buffer,
@@ -196,6 +230,24 @@ class UnoProposer(DraftModelSpeculator):
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
         )
+        graphs = max(0, free_before - torch.accelerator.get_memory_info()[0])
+        self._warm_up()
+        compilation = self.vllm_config.compilation_config
+        sizes = compilation.cudagraph_capture_sizes or []
+        verify_full = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        logger.info(
+            "UNO: draft CUDA graphs take %.2f GiB; graphs cover draft passes of up to %d and "
+            "verify passes of up to %d requests (max_num_seqs=%d), larger batches run without",
+            graphs / 2**30,
+            max((desc.num_reqs or 0 for desc in self.cudagraph_manager.graphs), default=0),
+            covered_requests(sizes, self.block_size + 1, self.max_num_reqs) if verify_full else 0,
+            self.max_num_reqs,
+        )
+
+    def _warm_up(self) -> None:
+        if self._warmed_up:
+            return
+        self._warmed_up = True
         assert self.draft_sampler is not None
         warm_up_sampling(
             self.draft_sampler.sampler,
@@ -205,16 +257,8 @@ class UnoProposer(DraftModelSpeculator):
             self.dtype,
             self.device,
         )
-        compilation = self.vllm_config.compilation_config
-        sizes = compilation.cudagraph_capture_sizes or []
-        verify_full = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        logger.info(
-            "UNO: CUDA graphs cover draft passes of up to %d and verify passes of up to %d "
-            "requests (max_num_seqs=%d); larger batches run without",
-            max((desc.num_reqs or 0 for desc in self.cudagraph_manager.graphs), default=0),
-            covered_requests(sizes, self.block_size + 1, self.max_num_reqs) if verify_full else 0,
-            self.max_num_reqs,
-        )
+        # vLLM counts what is gone at the end of a capture as the graphs' own.
+        torch.accelerator.empty_cache()
 
     # --- one draft pass ----------------------------------------------------
 
@@ -297,6 +341,8 @@ class UnoProposer(DraftModelSpeculator):
             # Nobody can draft yet. (Data-parallel ranks must run the pass together.)
             return self.draft_tokens[:num_reqs]
 
+        if self.reduced_head is not None:
+            self.reduced_head.refresh()
         desc, dp_sync = self._dispatch(num_reqs, dp_sync_state, need_eager=is_profile)
         full_graph = desc.cg_mode == CUDAGraphMode.FULL
         # More than `num_reqs` in a graph, and where data-parallel ranks agreed on more rows.
@@ -351,9 +397,7 @@ class UnoProposer(DraftModelSpeculator):
             # The bound counts every draft as accepted; it only errs towards True.
             some_inert=bool(seq_lens_np.max() + block > self._length_limit()),
         )
-        self.draft_sampler(
-            hidden_states, self.model.compute_logits, batch, self.draft_tokens[:num_reqs]
-        )
+        self.draft_sampler(hidden_states, self.compute_logits, batch, self.draft_tokens[:num_reqs])
         return self.draft_tokens[:num_reqs]
 
     def _length_limit(self) -> int:
@@ -399,28 +443,26 @@ class UnoProposer(DraftModelSpeculator):
         )
 
     def _profile(self, num_reqs: int) -> None:
-        """vLLM's memory profile: run the widest draft pass, without attention or KV cache."""
-        num_rows = num_reqs * self.block_size
-        self.input_buffers.input_ids[:num_rows].fill_(0)
-        self.input_buffers.positions[:num_rows].fill_(0)
+        """vLLM's memory profile: a pass wider than any draft, without attention or KV cache."""
+        self.input_buffers.input_ids.fill_(0)
+        self.input_buffers.positions.fill_(0)
         if not self._checked_loras:
-            rows = min(num_rows, 2 * self.block_size)
+            rows = min(num_reqs, 2) * self.block_size
             check_every_lora_runs(
                 self.model, lambda: self._forward(rows, None, None, skip_compiled=True)
             )
             self._checked_loras = True
-        hidden_states = self._forward(num_rows, None, None)
-        chunk = min(num_rows, get_max_chunk_logits(self.vocab_size))
-        logits = self.model.compute_logits(hidden_states[:chunk])
-        if current_platform.is_cpu():
-            return
-        # Peak of sampling: verify logits, which vLLM's profile counts as one row
-        # a request, with the fp32 copies of one chunk.
-        verify_rows = self.max_num_reqs * (self.block_size + 1)
-        verify_chunk = min(verify_rows, get_max_chunk_logits(self.vocab_size))
-        peak = [
-            logits.new_empty(verify_rows, logits.shape[1]),
-            logits.new_empty(verify_chunk, logits.shape[1], dtype=torch.float32),
-            logits.new_empty(verify_chunk, logits.shape[1], dtype=torch.float32),
-        ]
-        del peak
+        # The first compiled call: Inductor writes its kernels for the number of rows that it
+        # sees. vLLM's profile has just run the target on as many, so kernels that the view
+        # has in common with it come out the same, and their binaries from Triton's cache.
+        hidden_states = self._forward(self.max_num_tokens, None, None)
+        if not current_platform.is_cpu():
+            sampling_peak(
+                self.compute_logits,
+                # Not the target's own: a user's LoRA knows the profile's few sampled rows only.
+                self.reduced_head.whole if self.reduced_head else self.compute_logits,
+                hidden_states,
+                self.max_num_reqs,
+                self.block_size,
+                get_max_chunk_logits(self.vocab_size),
+            )

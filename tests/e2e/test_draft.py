@@ -84,6 +84,14 @@ def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_tensor_parallel_ranks_share_a_draft_vocabulary(tmp_path: Path) -> None:
+    result = run(tmp_path, "tp2-vocab", "--eager", "--tensor-parallel", "2", "--draft-vocab")
+    check(result)
+    assert result["ranks_agree"]
+    assert result["columns"] == 683  # every third of 2,048: the ranks' shares are unequal
+
+
+@pytest.mark.slow
 def test_compiled_cold_other_block_size_other_adapter_and_warm(tmp_path: Path) -> None:
     cache = ("--cache", str(tmp_path / "cache"))
     check(run(tmp_path, "cold", *cache))

@@ -274,3 +274,28 @@ def test_lm_eval_problems(tmp_path: Path) -> None:
     assert loaded["test"].to_list() == [{"question": "Q?", "answer": "42"}]
     with pytest.raises(ValueError, match="--metadata"):
         utils.load_problems(version=1.0)
+
+
+def test_start_up_parts_are_read_from_vllms_log() -> None:
+    import startup
+
+    log = """
+INFO [model_runner.py:424] Model loading took 15.2 GiB memory and 7.50 seconds
+INFO [backends.py:1166] [backbone] Dynamo bytecode transform time: 8.25 s
+INFO [backends.py:398] [backbone] Compiling a graph for compile range (1, 8192) takes 20.00 s
+INFO [monitor.py:62] [backbone] torch.compile took 31.00 s in total
+INFO [backends.py:1166] [uno_draft_13d02ce0] Dynamo bytecode transform time: 9.00 s
+INFO [monitor.py:62] [uno_draft_13d02ce0] torch.compile took 25.50 s in total
+INFO [model_runner.py:1126] Graph capturing finished in 12 secs, took 1.00 GiB
+INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 80.10 s (compilation)
+"""
+    assert startup.read_log(log) == {
+        "load": 7.5,
+        "dynamo": 8.25,
+        "dynamo of uno_draft": 9.0,
+        "inductor": 20.0,
+        "compile": 31.0,
+        "compile of uno_draft": 25.5,
+        "capture": 12.0,
+        "engine": 80.1,
+    }

@@ -307,3 +307,16 @@ def test_unpickles_with_no_plugin_loaded(make):
         check=True,
     )
     assert result.stdout.decode().splitlines()[-1] == "['vllm_uno.config'] False 50"
+
+
+def test_draft_vocabulary_is_checked_at_once_and_made_absolute(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v.json").write_text(json.dumps(list(range(40))))
+    config = make(uno_draft_vocab="v.json")
+    assert config.uno_draft_vocab == str(tmp_path / "v.json")
+    assert pickle.loads(pickle.dumps(config)).uno_draft_vocab == config.uno_draft_vocab
+    assert dataclasses.replace(config).uno_draft_vocab == config.uno_draft_vocab
+    assert make().uno_draft_vocab is None
+    assert "uno_draft_vocab: no.json does not exist" in error_of(make, uno_draft_vocab="no.json")
+    (tmp_path / "v.json").write_text(json.dumps([*range(40), VOCAB]))
+    assert "outside the model's vocabulary" in error_of(make, uno_draft_vocab="v.json")

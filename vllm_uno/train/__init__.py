@@ -3,5 +3,5 @@
     settings -> data (packed rows) -> blocks (noise, mask) -> model (gated LoRA) -> losses
              -> trainer (curriculum, checkpoints) -> acceptance (held-out tau) -> adapter folder
 
-Needs the `train` extra; vLLM itself is not imported here.
+Needs the `train` extra (`draft_vocab` does not); vLLM itself is not imported here.
 """

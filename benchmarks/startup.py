@@ -1,0 +1,139 @@
+"""How long an engine takes to start, cold and warm: plain, stock ngram with the same K, UNO.
+
+    python benchmarks/startup.py --out startup.json
+
+A Qwen3-8B shape with dummy weights and a random adapter. Every start is a process of its own.
+Cold: empty caches for vLLM, Inductor and Triton, one set a method; warm: the same again. The
+parts are vLLM's own log lines, by compiled model (`backbone`, `uno_draft_...`); `start` is the
+time of vLLM's `LLM(...)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from cycle_cost import SHAPE, write_adapter, write_shape
+
+METHODS = ("plain", "ngram", "uno")
+# What to take from vLLM's log: name -> pattern with the seconds last.
+PARTS = {
+    "load": r"Model loading took .* and (?P<seconds>[\d.]+) seconds",
+    "dynamo": r"\[(?P<tag>[^\]]+)\] Dynamo bytecode transform time: (?P<seconds>[\d.]+) s",
+    "inductor": r"\[(?P<tag>[^\]]+)\] Compiling a graph for .* takes (?P<seconds>[\d.]+) s",
+    "compile": r"\[(?P<tag>[^\]]+)\] torch\.compile took (?P<seconds>[\d.]+) s",
+    "capture": r"Graph capturing finished in (?P<seconds>[\d.]+) secs",
+    "engine": r"init engine .* took (?P<seconds>[\d.]+) s",
+}
+
+
+def read_log(log: str) -> dict[str, float]:
+    """Seconds by part; parts of a compiled model other than the backbone carry its kind."""
+    found: dict[str, float] = {}
+    for name, pattern in PARTS.items():
+        for match in re.finditer(pattern, log):
+            tag = match.groupdict().get("tag") or "backbone"
+            key = name if tag == "backbone" else f"{name} of {tag.rpartition('_')[0] or tag}"
+            found[key] = round(found.get(key, 0.0) + float(match["seconds"]), 2)
+    return found
+
+
+def start(args: argparse.Namespace) -> None:
+    """One engine, in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    speculative = {
+        "plain": None,
+        "ngram": {
+            "method": "ngram_gpu",
+            "num_speculative_tokens": args.block_size,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+        "uno": {
+            "method": "uno",
+            "num_speculative_tokens": args.block_size,
+            "uno_lora_path": str(args.work / "adapter"),
+        },
+    }[args.run]
+    from vllm import LLM
+
+    settings: dict[str, Any] = {"speculative_config": speculative} if speculative else {}
+    began = time.perf_counter()
+    llm = LLM(
+        str(args.work / "model"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=8192,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=8192,
+        seed=0,
+        **settings,
+    )
+    print(f"STARTED {time.perf_counter() - began:.2f}", flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def measure(args: argparse.Namespace, method: str, caches: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, "--run", method, "--work", str(args.work)]
+    command += ["--block-size", str(args.block_size), "--max-num-seqs", str(args.max_num_seqs)]
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "TRITON_HOME": str(caches / "triton"),
+    }
+    began = time.perf_counter()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    log = done.stdout + done.stderr
+    told = re.search(r"STARTED ([\d.]+)", log)
+    if done.returncode or told is None:
+        raise SystemExit(f"{method} did not start:\n{log[-6000:]}")
+    return {
+        "process": round(time.perf_counter() - began, 2),
+        "start": float(told[1]),
+        **read_log(log),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--block-size", type=int, default=8)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=Path("startup.json"))
+    parser.add_argument("--run", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        start(args)
+        return
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        args.work = Path(folder)
+        write_shape(args.work / "model", args.layers)
+        write_adapter(args.work / "adapter", args.layers)
+        for method in args.methods:
+            for kind in ("cold", "warm"):
+                found = measure(args, method, args.work / method)
+                table.setdefault(method, {})[kind] = found
+                args.out.write_text(json.dumps(table, indent=1) + "\n")
+                parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items())
+                print(f"{method:6} {kind}: {parts}", flush=True)
+    if {"plain", "uno"} <= set(table):
+        cold = table["uno"]["cold"]["start"] / table["plain"]["cold"]["start"]
+        warm = table["uno"]["warm"]["start"] - table["plain"]["warm"]["start"]
+        print(f"UNO over plain: cold x{cold:.2f} (target 1.5), warm {warm:+.1f} s (target +5)")
+
+
+if __name__ == "__main__":
+    main()

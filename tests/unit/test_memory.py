@@ -1,0 +1,83 @@
+"""What UNO says it takes is what is allocated, and the profile holds what sampling will."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_uno.memory import Footprint, footprint, sampling_peak
+
+CPU = torch.device("cpu")
+
+
+def test_footprint_counts_each_storage_once() -> None:
+    view = nn.Module()
+    view.layer = nn.Linear(4, 4)  # the target's weights: not ours
+    view.layer.register_buffer("uno_a", torch.zeros(8, 4, dtype=torch.bfloat16))
+    view.layer.register_buffer("uno_b0", torch.zeros(4, 8, dtype=torch.bfloat16))
+    view.layer.register_buffer("rotary", torch.zeros(100))
+    sync = torch.zeros(6, dtype=torch.int32)
+    view.register_buffer("uno_sync", sync)
+    view.layer.register_buffer("uno_sync", sync[:6])
+    laws = torch.zeros(3, 2, 50)
+    owner = SimpleNamespace(
+        ids=torch.zeros(7, dtype=torch.int64), name="x", laws=laws[1:], none=None
+    )
+    other = SimpleNamespace(
+        meta=torch.zeros(9, device="meta"), flags=torch.zeros(5, dtype=torch.bool)
+    )
+    found = footprint(view, laws, [torch.zeros(10)], CPU, owner, other)
+    assert found == Footprint(
+        adapter=2 * 64 + 24, draft_laws=3 * 2 * 50 * 4, draft_head=40, buffers=7 * 8 + 5
+    )
+    assert found.total == 152 + 1200 + 40 + 61
+
+
+def test_line_leaves_out_what_is_not_there() -> None:
+    line = Footprint(3 * 2**29, 2**30, 0, 2**28).line()
+    assert line == "2.75 GiB beside the model: adapter 1.50, draft laws 1.00, buffers 0.25"
+
+
+class _Peak(TorchDispatchMode):
+    """Bytes of living results of every operation, and their maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        import weakref
+
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            storage = out.untyped_storage()
+            key = storage._cdata
+            if key not in self.living:
+                self.living[key] = storage.nbytes()
+                weakref.finalize(out, self.living.pop, key, None)
+            self.peak = max(self.peak, sum(self.living.values()))
+        return out
+
+
+@pytest.mark.parametrize(("reqs", "chunk_rows"), [(5, 1000), (64, 20)])
+def test_sampling_peak_by_formula(reqs: int, chunk_rows: int) -> None:
+    block, hidden, vocab = 4, 8, 500
+    like = torch.zeros(1, hidden, dtype=torch.bfloat16)
+    with _Peak() as seen, torch.inference_mode():
+        sampling_peak(
+            lambda h: torch.empty(len(h), vocab, dtype=h.dtype),
+            lambda h: torch.empty(len(h), vocab, dtype=h.dtype),
+            like,
+            reqs,
+            block,
+            chunk_rows,
+        )
+    draft_rows = min(reqs * block, chunk_rows)
+    verify_rows = reqs * (block + 1)
+    draft = draft_rows * vocab * (2 + 4 + 4 + 1)
+    verify = verify_rows * vocab * 2 + min(verify_rows, chunk_rows) * vocab * 8
+    inputs = max(draft_rows, verify_rows) * hidden * 2
+    assert max(draft, verify) <= seen.peak <= max(draft, verify) + inputs
