@@ -102,8 +102,9 @@ def make_case(
     order = torch.randperm(sum(counts), generator=g) + 1  # block 0 is poison
     cache = torch.full((sum(counts) + 1, kv_heads, block_size, 2 * dim), NAN)
     table = torch.zeros(n, max(counts) + 2, dtype=torch.int32)
-    for r, (length, first) in enumerate(zip(lengths, torch.tensor([0, *counts]).cumsum(0))):
-        blocks = order[first : first + counts[r]]
+    firsts = torch.tensor([0, *counts]).cumsum(0).tolist()
+    for r, length in enumerate(lengths):
+        blocks = order[firsts[r] : firsts[r + 1]]
         table[r, : counts[r]] = blocks.int()
         for b, block in enumerate(blocks.tolist()):
             filled = min(block_size, length - b * block_size)

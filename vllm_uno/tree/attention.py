@@ -440,7 +440,7 @@ def tree_attention_triton(
         NODE_BLOCK=_node_block(batch, wide),
         FINAL=final,
         num_warps=4,
-        num_stages=2 if wide else 3,
+        num_stages=_stages(query.dtype, dim_pad),
     )
     if final:
         return
@@ -461,6 +461,13 @@ def tree_attention_triton(
         D_PAD=dim_pad,
         num_warps=4,
     )
+
+
+def _stages(dtype: torch.dtype, dim_pad: int) -> int:
+    """Key and value tiles in flight: what fits into 100 KiB of shared memory."""
+    if dtype == torch.float32:
+        return 1 if dim_pad > 128 else 2
+    return 2 if dim_pad > 128 else 3
 
 
 def _node_block(batch: TreeBatch, wide: bool) -> int:
