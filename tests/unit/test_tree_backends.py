@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,10 @@ class Layer:
         )  # fmt: skip
         self.cache = torch.zeros(64, kv_heads, BLOCK, 2 * dim, dtype=self.dtype, device=DEVICE)
 
-    def run(
-        self,
-        tree: state.TreeState | None,
-        requests: list[tuple[int, int, int | None]],
-        padding: int = 0,
-        num_drafted: int | None = None,
-    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """Metadata, output and expected output.
+    def prepare(
+        self, requests: list[tuple[int, int, int | None]], padding: int = 0
+    ) -> tuple[CommonAttentionMetadata, *tuple[torch.Tensor, ...]]:
+        """Batch, query, new keys, new values, expected output; writes the contexts' KV.
 
         `requests`: (context, rows, slot of its tree or None); `padding`: requests without rows.
         """
@@ -125,7 +122,6 @@ class Layer:
             torch.cat([t[len(t) - rows[r] :] for r, t in enumerate(ts)])
             for ts in (all_keys, all_values)
         )
-        slot_mapping = torch.cat(new_slots).to(DEVICE)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(DEVICE),
             query_start_loc_cpu=starts,
@@ -135,24 +131,32 @@ class Layer:
             max_query_len=max(rows),
             max_seq_len=max(lengths),
             block_table_tensor=table.to(DEVICE),
-            slot_mapping=slot_mapping,
+            slot_mapping=torch.cat(new_slots).to(DEVICE),
         )
-        drafted = [s for _, _, s in requests if s is not None]
-        if tree is None:
-            metadata = self.builder.build(0, common)
-        else:
-            idx = torch.tensor([0 if s is None else s for _, _, s in requests], device=DEVICE)
-            count = len(drafted) if num_drafted is None else num_drafted
-            with tree.verifying(idx, count):
-                metadata = self.builder.build(0, common)
-        self.impl.do_kv_cache_update(self.layer, new_keys, new_values, self.cache, slot_mapping)
-        out = torch.full((tokens, heads, dim), float("nan"), device=DEVICE, dtype=self.dtype)
-        self.impl.forward(self.layer, query, new_keys, new_values, self.cache, metadata, out)
         expected = [
             self.expected(query[starts[r] : starts[r + 1]], all_keys[r], all_values[r], *request)
             for r, request in enumerate(requests)
         ]
-        return metadata, out, torch.cat(expected)
+        return common, query, new_keys, new_values, torch.cat(expected)
+
+    def run(
+        self,
+        tree: state.TreeState | None,
+        requests: list[tuple[int, int, int | None]],
+        padding: int = 0,
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Metadata, output and expected output; `tree` None: outside a verify pass."""
+        common, query, keys, values, expected = self.prepare(requests, padding)
+        if tree is None:
+            metadata = self.builder.build(0, common)
+        else:
+            drafted = [s for _, _, s in requests if s is not None]
+            with tree.verifying(torch.tensor(drafted, device=DEVICE), len(drafted)):
+                metadata = self.builder.build(0, common)
+        self.impl.do_kv_cache_update(self.layer, keys, values, self.cache, common.slot_mapping)
+        out = torch.full_like(query, float("nan"))
+        self.impl.forward(self.layer, query, keys, values, self.cache, metadata, out)
+        return metadata, out, expected
 
     def expected(
         self,
@@ -313,3 +317,47 @@ def test_cpu_layout_finds_what_was_written(dtype: torch.dtype, block_size: int, 
         block, offset = divmod(slot, block_size)
         assert torch.equal(flat[block][:, where_keys[offset]], keys[t])
         assert torch.equal(flat[block][:, where_values[offset]], values[t])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_full_graph(backend: str, config: VllmConfig, tree: state.TreeState) -> None:
+    """Captured over a dummy batch; then metadata is built anew for each replay, as vLLM does."""
+    layer = Layer(BACKENDS[backend], config)
+    rows = NODES + 1
+    held, query, *_ = layer.prepare([(0, rows, None)] * 4, 0)
+    held.max_seq_len = config.model_config.max_model_len
+    out = torch.zeros_like(query)
+    with tree.verifying(torch.empty(0, dtype=torch.int32, device=DEVICE), 0):
+        metadata = layer.builder.build_for_cudagraph_capture(held)
+    args = (layer.layer, query, None, None, layer.cache)
+    layer.impl.forward(*args, metadata, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.impl.forward(*args, metadata, out)
+    for requests, padding in (
+        ([(40, rows, 1), (150, rows, 3), (0, rows, None)], 1),
+        ([(0, rows, 3), (33, rows, 1), (7, rows, 1), (120, rows, 3)], 0),
+        ([(180, rows, 3)], 3),
+    ):
+        live, live_query, keys, values, expected = layer.prepare(requests, padding)
+        held.query_start_loc.copy_(live.query_start_loc)
+        held.seq_lens.copy_(live.seq_lens)
+        held.block_table_tensor.copy_(live.block_table_tensor)
+        step = replace(
+            live,
+            query_start_loc=held.query_start_loc,
+            seq_lens=held.seq_lens,
+            block_table_tensor=held.block_table_tensor,
+            num_actual_tokens=4 * rows,
+        )
+        drafted = [s for _, _, s in requests if s is not None]
+        with tree.verifying(torch.tensor(drafted, device=DEVICE), len(drafted)):
+            layer.builder.build(0, step)
+        layer.impl.do_kv_cache_update(layer.layer, keys, values, layer.cache, live.slot_mapping)
+        n = live_query.shape[0]
+        query[:n].copy_(live_query)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_close(out[:n], expected)
