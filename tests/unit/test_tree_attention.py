@@ -3,6 +3,9 @@
 On the CPU the kernels run in Triton's interpreter, with a GPU they are compiled.
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -496,3 +499,66 @@ def test_a_graph_follows_its_buffers() -> None:
     graph.replay()
     assert_close(out[:33], expected[:33], torch.bfloat16)
     assert out[33:].isnan().all()
+
+
+# A process of its own: here the kernels are interpreted.
+COMPILE = """
+from types import SimpleNamespace
+import triton
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+class Driver:
+    is_active = staticmethod(lambda: True)
+
+backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+import vllm.triton_utils
+del backends["cpu"]
+from vllm_uno.tree import attention
+
+def compile_for_h200(kernel, types, **constants):
+    names = [p.name for p in kernel.params]
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    options = {"num_warps": 4, "num_stages": constants.pop("stages", 1)}
+    binary = triton.compile(
+        ASTSource(kernel, signature, constexprs=constants),
+        target=GPUTarget("cuda", 90, 32),
+        options=options,
+    )
+    assert binary.metadata.shared <= 100 * 1024, binary.metadata.shared
+    print("COMPILED", kernel.fn.__name__)
+
+common = {
+    "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32",
+    "ancestors_ptr": "*i64", "slots_ptr": "*i32", "scale_log2": "fp32", "lse_ptr": "*fp32",
+    "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32",
+}
+import torch
+for name, dtype, dim, m, n in (
+    ("*bf16", torch.bfloat16, 128, 64, 64), ("*fp32", torch.float32, 256, 32, 32)
+):
+    types = {**common, **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), name)}
+    shape = dict(GROUP=4, D=dim, D_PAD=dim)
+    tree = dict(**shape, V=65, WORDS=2, KV_BLOCK=16, NODE_BLOCK=min(n, 64))
+    for final in (True, False):
+        compile_for_h200(
+            attention._split_kernel, types, **tree, HEADS=32, TILES=3, BLOCK_M=m, BLOCK_N=n,
+            FINAL=final, stages=attention._stages(dtype, dim),
+        )
+    compile_for_h200(attention._add_nodes_kernel, types, **tree, LOG2_E=1.4, BLOCK_M=16)
+    compile_for_h200(attention._merge_splits_kernel, types, **shape, HEADS=32, GROUP_PAD=4)
+compile_for_h200(attention._context_lens_kernel, {**common, "out_ptr": "*i32"}, BLOCK=128)
+"""
+
+
+def test_kernels_compile_for_sm_90() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        env={**env, "UNO_CPU_INTERPRETER": "0"},
+        check=False,
+    )
+    assert done.stdout.count("COMPILED") == 9, done.stdout[-500:] + done.stderr[-3000:]

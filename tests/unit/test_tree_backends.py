@@ -91,7 +91,7 @@ class Layer:
 
     def prepare(
         self, requests: list[tuple[int, int, int | None]], padding: int = 0
-    ) -> tuple[CommonAttentionMetadata, *tuple[torch.Tensor, ...]]:
+    ) -> tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Batch, query, new keys, new values, expected output; writes the contexts' KV.
 
         `requests`: (context, rows, slot of its tree or None); `padding`: requests without rows.
@@ -227,8 +227,10 @@ def test_a_wrong_tree_shows(config: VllmConfig, tree: state.TreeState) -> None:
 
 def test_longer_requests_are_no_trees(config: VllmConfig, tree: state.TreeState) -> None:
     layer = Layer(BACKENDS["triton"], config)
-    with pytest.raises(RuntimeError, match="9 rows"):
-        layer.run(tree, [(40, 9, 1), (0, 12, None)])
+    common, *_ = layer.prepare([(40, 9, None), (0, 12, None)])
+    with tree.verifying(torch.tensor([1], device=DEVICE), 1):
+        with pytest.raises(RuntimeError, match="9 rows"):
+            layer.builder.build(0, common)
 
 
 @pytest.mark.parametrize(

@@ -553,13 +553,12 @@ def _add_nodes_kernel(
             q, k, v, seen & exists[None, :], best, total, acc, scale_log2
         )
 
-    lse_offset = head.to(tl.int64) * lse_head_stride + token
-    lse = tl.load(lse_ptr + lse_offset, mask=is_row & (context > 0), other=float("-inf")) * LOG2_E
-    # FlashAttention 2 marks rows without a key by +inf.
-    has_context = (lse > float("-inf")) & (lse < float("inf"))
-    lse = tl.where(has_context, lse, float("-inf"))
+    # Without context FlashAttention leaves nothing to count on: its version 2 writes +inf.
+    has_context = context > 0
+    lse_ptrs = lse_ptr + head.to(tl.int64) * lse_head_stride + token
+    lse = tl.load(lse_ptrs, mask=is_row & has_context, other=float("-inf")) * LOG2_E
     out_ptrs = out_ptr + (token * out_token_stride + head * out_head_stride)[:, None] + d[None, :]
-    of_context = tl.load(out_ptrs, mask=mask & has_context[:, None], other=0.0).to(tl.float32)
+    of_context = tl.load(out_ptrs, mask=mask & has_context, other=0.0).to(tl.float32)
     new_best = tl.maximum(best, lse)
     shift = tl.where(new_best == float("-inf"), 0.0, new_best)
     decay, weight = tl.exp2(best - shift), tl.exp2(lse - shift)
