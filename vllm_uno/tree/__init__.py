@@ -1,0 +1,1 @@
+"""Tree mode: candidates, tree, attention, acceptance and KV compaction."""
