@@ -92,94 +92,97 @@ def _build_kernel(
     chain_len,
     candidate_tokens_ptr,
     log_probs_ptr,
+    num_reqs,
     B: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     WORDS: tl.constexpr,
     NODES: tl.constexpr,
     HAS_CHAINS: tl.constexpr,
+    REQS: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, NODES)
-    slot = tl.load(idx_mapping_ptr + request * idx_stride).to(tl.int64)
-    draft_at = draft_tokens_ptr + request * draft_stride + node
-    if slot < 0:
-        tl.store(draft_at, tl.zeros((NODES,), tl.int64), mask=node < V)
-        return
-    chain = False
+    # REQS requests side by side: 1 where compiled; the interpreter's time is by operation.
+    request = (tl.program_id(0) * REQS + tl.arange(0, REQS)).to(tl.int64)[:, None]
+    real = request < num_reqs
+    slot = tl.load(idx_mapping_ptr + request * idx_stride, mask=real, other=-1).to(tl.int64)
+    live = slot >= 0
+    node = tl.arange(0, NODES)[None, :]
+
+    # Of each node: its total, the rank of its pending child and that child's keys, of which the
+    # second decides where the first are equal. The root's first child is pending.
+    root = tl.load(roots_ptr + request * roots_stride, mask=live, other=0).to(tl.int32)
+    tokens = tl.where(node == 0, root, 0)
+    parents = tl.full((REQS, NODES), -1, tl.int32)
+    depths = tl.zeros((REQS, NODES), tl.int32)
+    totals = tl.zeros((REQS, NODES), tl.float32)
+    ranks = tl.zeros((REQS, NODES), tl.int32)
+    keys = tl.full((REQS, NODES), _NO_KEY, tl.int64)
+    ties = tl.full((REQS, NODES), _NO_KEY, tl.int64)
+    renewed = live & (node == 0)
+
+    word = tl.arange(0, WORDS)[None, None, :]
+    own_word = (node // 64)[:, :, None] == word
+    own_bit = tl.where(own_word, tl.full((1, 1, 1), 1, tl.int64) << (node % 64)[:, :, None], 0)
+    ancestors = tl.where((node == 0)[:, :, None], own_bit, tl.zeros((REQS, 1, 1), tl.int64))
+    depth = tl.zeros((REQS, 1), tl.int32)
+    for taken in range(1, V):
+        # Pending children of the node just taken and of its parent. Row d has those of
+        # depth d + 1.
+        there = renewed & (ranks < K) & (depths < B - 1)
+        at = (request * (B - 1) + depths) * K + ranks
+        log_prob = tl.load(log_probs_ptr + at, mask=there, other=float("-inf"))
+        child = tl.load(candidate_tokens_ptr + at, mask=there, other=0)
+        total = totals + log_prob
+        total = tl.where(total != total, float("-inf"), total)
+        key = pack_key(float_order(total), ((depths + 1) << 16) | ranks)
+        keys = tl.where(renewed, tl.where(there, key, _NO_KEY), keys)
+        ties = tl.where(renewed, pack_key(0 - child, node), ties)
+
+        # Take the best.
+        best = tl.max(keys, axis=1)[:, None]
+        tie = tl.max(tl.where(keys == best, ties, _NO_KEY), axis=1)[:, None]
+        found = best != _NO_KEY
+        parent = tl.where(found, key_tie(tie), taken - 1)
+        depth = tl.where(found, key_tie(best) >> 16, depth + 1)
+        is_parent = node == parent
+        inherited = tl.sum(tl.where(is_parent[:, :, None], ancestors, 0), axis=1)[:, None, :]
+        new = node == taken
+        tokens = tl.where(new, tl.where(found, 0 - key_order(tie), 0), tokens)
+        parents = tl.where(new, parent, parents)
+        depths = tl.where(new, depth, depths)
+        ancestors = tl.where(new[:, :, None], inherited | own_bit, ancestors)
+        totals = tl.where(new, order_float(key_order(best)), totals)
+        ranks = tl.where(is_parent, ranks + 1, ranks)
+        renewed = (new | is_parent) & found
+
     if HAS_CHAINS:
-        chain = tl.load(is_chain_ptr + request) != 0
-
-    word = tl.arange(0, WORDS)[None, :]
-    own_bit = tl.where(
-        node[:, None] // 64 == word, tl.full((1, 1), 1, tl.int64) << (node % 64)[:, None], 0
-    )
-    if chain:
-        given = node < chain_len
-        token = tl.load(chain_tokens_ptr + request * chain_stride + node, mask=given, other=0)
-        tokens = token.to(tl.int32)
-        parents = node - 1
-        depths = node
+        chain = tl.load(is_chain_ptr + request, mask=live, other=0) != 0
+        given = tl.load(
+            chain_tokens_ptr + request * chain_stride + node,
+            mask=chain & (node < chain_len),
+            other=0,
+        )
+        tokens = tl.where(chain, given.to(tl.int32), tokens)
+        parents = tl.where(chain, node - 1, parents)
+        depths = tl.where(chain, node, depths)
         # All bits up to the node's own (2 << 63 is 0), all of the words before, none after.
-        ancestors = tl.where(node[:, None] // 64 == word, (own_bit << 1) - 1, -1)
-        ancestors = tl.where(node[:, None] // 64 < word, 0, ancestors)
-    else:
-        root = tl.load(roots_ptr + request * roots_stride).to(tl.int32)
-        tokens = tl.where(node == 0, root, 0)
-        parents = tl.full((NODES,), -1, tl.int32)
-        depths = tl.zeros((NODES,), tl.int32)
-        ancestors = tl.where(node[:, None] == 0, own_bit, 0)
-        # Of each node: its total, the rank of its pending child, and that child's keys, of which
-        # the second decides where the first are equal. The root's first child is pending.
-        totals = tl.zeros((NODES,), tl.float32)
-        ranks = tl.zeros((NODES,), tl.int32)
-        keys = tl.full((NODES,), _NO_KEY, tl.int64)
-        ties = tl.full((NODES,), _NO_KEY, tl.int64)
-        renewed = node == 0
-        for taken in range(1, V):
-            # Pending children of the node just taken and of its parent. Row d has those of
-            # depth d + 1.
-            there = renewed & (ranks < K) & (depths < B - 1)
-            at = (request * (B - 1) + depths) * K + ranks
-            log_prob = tl.load(log_probs_ptr + at, mask=there, other=float("-inf"))
-            child = tl.load(candidate_tokens_ptr + at, mask=there, other=0)
-            total = totals + log_prob
-            total = tl.where(total != total, float("-inf"), total)
-            key = pack_key(float_order(total), ((depths + 1) << 16) | ranks)
-            keys = tl.where(renewed, tl.where(there, key, _NO_KEY), keys)
-            ties = tl.where(renewed, pack_key(0 - child, node), ties)
-
-            # Take the best.
-            best = tl.max(keys, axis=0)
-            tie = tl.max(tl.where(keys == best, ties, _NO_KEY), axis=0)
-            found = best != _NO_KEY
-            parent = tl.where(found, key_tie(tie), taken - 1)
-            token = tl.where(found, 0 - key_order(tie), 0)
-            depth = key_tie(best) >> 16
-            above = tl.sum(tl.where(node == parent, depths, 0), axis=0)
-            depth = tl.where(found, depth, above + 1)
-            inherited = tl.sum(tl.where(node[:, None] == parent, ancestors, 0), axis=0)
-            new = node == taken
-            tokens = tl.where(new, token, tokens)
-            parents = tl.where(new, parent, parents)
-            depths = tl.where(new, depth, depths)
-            ancestors = tl.where(new[:, None], inherited[None, :] | own_bit, ancestors)
-            totals = tl.where(new, order_float(key_order(best)), totals)
-            ranks = tl.where(node == parent, ranks + 1, ranks)
-            renewed = (new | (node == parent)) & found
+        line = tl.where(own_word, (own_bit << 1) - 1, -1)
+        line = tl.where((node // 64)[:, :, None] < word, 0, line)
+        ancestors = tl.where(chain[:, :, None], line, ancestors)
 
     out = slot * V + node
-    mask = node < V
+    mask = live & (node < V)
     tl.store(tokens_ptr + out, tokens, mask=mask)
     tl.store(parents_ptr + out, parents, mask=mask)
     tl.store(depths_ptr + out, depths, mask=mask)
     num_words = (V + 63) // 64
     tl.store(
-        ancestors_ptr + (slot * V + node[:, None]) * num_words + word,
+        ancestors_ptr + out[:, :, None] * num_words + word,
         ancestors,
-        mask=mask[:, None] & (word < num_words),
+        mask=mask[:, :, None] & (word < num_words),
     )
-    tl.store(draft_at, tokens.to(tl.int64), mask=mask)
+    draft = tl.where(live, tokens, 0).to(tl.int64)
+    tl.store(draft_tokens_ptr + request * draft_stride + node, draft, mask=real & (node < V))
 
 
 def build_trees(
@@ -212,7 +215,8 @@ def build_trees(
     assert (is_chain is None) == (chain_tokens is None)
     if num_reqs == 0:
         return
-    _build_kernel[(num_reqs,)](
+    reqs = 1 if draft_tokens.is_cuda else min(16, triton.next_power_of_2(num_reqs))
+    _build_kernel[(triton.cdiv(num_reqs, reqs),)](
         out.tokens,
         out.parents,
         out.depths,
@@ -229,12 +233,14 @@ def build_trees(
         0 if chain_tokens is None else chain_tokens.shape[1],
         candidates.tokens,
         candidates.log_probs,
+        num_reqs,
         B=noise_rows + 1,
         K=top_k,
         V=num_nodes,
         WORDS=1 if num_nodes <= 64 else 2,
         NODES=triton.next_power_of_2(num_nodes),
         HAS_CHAINS=is_chain is not None,
+        REQS=reqs,
         num_warps=1,
     )
 
