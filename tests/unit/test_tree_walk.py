@@ -3,6 +3,8 @@
 On the CPU the kernel runs in Triton's interpreter, with a GPU it is compiled.
 """
 
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -81,8 +83,8 @@ def check(seed: int, num_reqs: int, num_nodes: int, deep: float) -> int:
         path,
         num_sampled[:num_reqs],
         sampled[:num_reqs],
-        target_tokens=torch.tensor(sum(targets, []), dtype=torch.int64, device=DEVICE),
-        row_tokens=torch.tensor(sum(rows, []), dtype=torch.int32, device=DEVICE),
+        target_tokens=torch.tensor([*chain(*targets)], dtype=torch.int64, device=DEVICE),
+        row_tokens=torch.tensor([*chain(*rows)], dtype=torch.int32, device=DEVICE),
         cu_num_logits=cu.to(DEVICE),
         idx_mapping=idx.to(DEVICE),
         trees=trees,

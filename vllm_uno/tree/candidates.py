@@ -13,10 +13,12 @@ fixed shapes:
 
 A group is one thread's own elements (vectors of 8, a stride apart), so pass 1 reduces in
 registers and is bound by its bytes. Counts for a vocabulary of 151,936 in bf16, K = 32: 304 kB a
-row read once, 5 kB of group bests written and read, 16 kB read again; ten operations and one
-exponential a token in pass 1; K times the best of 1,024, 1,024 and 256 in pass 2, six operations a
-token each (Triton's `topk` came to 80,000 instructions a thread and a minute of compiling). At B = 16, 15 rows a request: 4.6 MB at 1 request, 146 MB at 32 (36 µs
-at 4.1 TB/s).
+row read once, 5 kB of group bests written and read, 16 kB read again. Pass 1 takes fifteen
+instructions a token, one exponential among them; pass 2 takes the best of 1,024 groups, 1,024
+vectors and 256 tokens K times each, six instructions a token and two reductions a time.
+(Triton's `topk` there came to 20,000 instructions a thread and a minute of compiling, and its
+interpreter takes seconds for a row.) At B = 16, 15 rows a request: 4.6 MB at 1 request, 146 MB
+at 32, which is 36 µs of reading at 4.1 TB/s.
 
 Candidates are ranked by their logits, so ties by lower token id are of logits, and NaN counts
 as -inf. A row without any finite logit, or with +inf, has log-probabilities -inf throughout.
@@ -41,6 +43,7 @@ from vllm_uno.tree.keys import (
 from vllm_uno.vllm_hooks.runner_api import tl, triton
 
 MAX_TOP_K = 128
+TOP_K_WARPS = 4  # a row of pass 2, for up to 32 candidates
 
 _VEC = 8  # tokens a vector: 16 bytes of a half-precision type
 _STEPS = 32  # vectors a group
@@ -167,7 +170,9 @@ def _group_best_kernel(
     highest = tl.max(best, axis=0)
     mass = tl.sum(mass * tl.exp2((best - _finite(highest)) * scale), axis=0)
     group = split * LANES + tl.arange(0, LANES)
-    tl.store(group_best_ptr + out_row * (num_splits * LANES) + group, pack_key(float_order(best), first))
+    tl.store(
+        group_best_ptr + out_row * (num_splits * LANES) + group, pack_key(float_order(best), first)
+    )
     tl.store(split_max_ptr + out_row * num_splits + split, highest)
     tl.store(split_sum_ptr + out_row * num_splits + split, mass)
 
@@ -225,9 +230,9 @@ def _top_k_kernel(
 ):
     out_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     request = out_row // (B - 1)
-    slot = tl.load(
-        idx_mapping_ptr + request * idx_stride, mask=out_row < num_rows, other=-1
-    ).to(tl.int64)
+    slot = tl.load(idx_mapping_ptr + request * idx_stride, mask=out_row < num_rows, other=-1).to(
+        tl.int64
+    )
     live = slot >= 0
     if tl.max(slot, axis=0) < 0:
         return
@@ -352,7 +357,7 @@ def select_candidates(
         GROUPS=max(triton.next_power_of_2(splits * _LANES), k_padded),
         SPLITS=triton.next_power_of_2(splits),
         ROWS=rows,
-        num_warps=4 if k_padded <= 32 else 16,
+        num_warps=TOP_K_WARPS if k_padded <= 32 else 16,
     )
 
 

@@ -73,21 +73,17 @@ class KVCaches:
             rows.append([cache.data_ptr(), group, heads, tokens, content * size, *strides, size])
         if not rows:
             raise ValueError("no KV cache to compact")
+        # Elements that lie apart are moved one by one, anything else in words.
         apart = {size for *_, stride, size in rows if stride not in (0, size)}
-        if len(apart) > 1:
+        sizes = sorted(apart)[:1] or [8, 4, 2, 1]
+        fits = [u for u in sizes if not any(x % u for row in rows for x in (row[0], *row[4:8]))]
+        if len(apart) > 1 or not fits:
             raise ValueError("KV caches of several dtypes whose content is not contiguous")
-        unit = next(
-            unit
-            for unit in sorted(apart) or (8, 4, 2, 1)
-            if apart or all(x % unit == 0 for row in rows for x in (row[0], *row[4:8]))
-        )
+        unit = fits[0]
         table = []
-        for address, group, heads, tokens, span, block, head, token, content, size in rows:
-            if any(x % unit for x in (address, span, block, head, token)):
-                raise ValueError("KV caches of several dtypes whose content is not contiguous")
-            step = unit if content in (0, size) else content
-            row = [address, group, heads, tokens]
-            row += [x // unit for x in (span, block, head, token, step)]
+        for address, group, heads, tokens, *spans, stride, size in rows:
+            step = 1 if stride in (0, size) else stride // unit
+            row = [address, group, heads, tokens, *(x // unit for x in spans), step]
             if row not in table:
                 table.append(row)
         return cls(
