@@ -420,7 +420,7 @@ class UnoProposer(DraftModelSpeculator):
     ) -> dict[str, Any] | None:
         num_reqs = input_batch.num_reqs
         block = self.block_size
-        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().max())
         self.draft_max_seq_len = min(longest + block, self._length_limit())
         num_tokens = desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else num_reqs * block
         return self._build_attn_metadata(
