@@ -104,6 +104,13 @@ def test_laws_and_tokens_are_bitwise_those_of_vllms_kernels(
     rows.gather(idx, states, padded)
     assert (rows.temperature[padded:] == POISON).all() and (rows.top_p[padded * block :] < 0).all()
 
+    # Greedy and padding rows ask for no filter: vLLM's leaves such rows unread.
+    quiet = rows.temperature[:padded] == 0
+    assert quiet[num_reqs:].all() and (rows.min_p[:padded][quiet] == 0).all()
+    quiet = quiet.repeat_interleave(block)
+    assert (rows.top_k[: padded * block][quiet] == vocab).all()
+    assert (rows.top_p[: padded * block][quiet] == 1).all()
+
     logits = random_logits(g, padded * block, vocab, dtype)
     given_logits = logits.clone()
     cache = torch.full((max_reqs, block, vocab), UNUSED, device=DEVICE)
