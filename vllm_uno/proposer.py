@@ -23,9 +23,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
-from vllm_uno.draft_graphs import capture_draft_graphs, covered_requests
+from vllm_uno.draft_graphs import (
+    capture_draft_graphs,
+    capture_sampling_graphs,
+    covered_requests,
+)
 from vllm_uno.draft_head import ReducedHead
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
+from vllm_uno.draft_law import LawRows
 from vllm_uno.draft_sampling import DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.draft_vocab import read_draft_vocab
@@ -93,6 +98,8 @@ class UnoProposer(DraftModelSpeculator):
         )
         self.counters = DraftCounters(self.block_size, device)
         self.cudagraph_manager: CudaGraphManager | None = None
+        self.sampling_graphs: CudaGraphManager | None = None
+        self._graph_scratch: list[torch.Tensor] = []
         self.draft_sampler: DraftSampler | None = None
         self.reduced_head: ReducedHead | None = None
         self._checked_loras = False
@@ -169,9 +176,14 @@ class UnoProposer(DraftModelSpeculator):
             block_tables.num_kv_cache_groups, self.max_num_reqs, self.block_size, self.device
         )
         sampler = model_state.uno_sampler
-        self.draft_sampler = DraftSampler(
-            sampler, self.block_size, self.draft_logits, self.reduced_head
+        law_rows = LawRows.allocate(
+            self.block_size,
+            self.vocab_size,
+            request=self.rows.request,
+            positions=self.input_buffers.positions,
+            drafting=self.rows.drafting,
         )
+        self.draft_sampler = DraftSampler(sampler, law_rows, self.draft_logits, self.reduced_head)
         self._tell_memory()
 
     def _tell_memory(self) -> None:
@@ -209,15 +221,18 @@ class UnoProposer(DraftModelSpeculator):
                 support.min_cg_attn_backend,
             )
             full = False
-        self.cudagraph_manager = CudaGraphManager(
-            self.vllm_config,
-            self.device,
-            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-            decode_query_len=self.block_size,
+        self.cudagraph_manager, self.sampling_graphs = (
+            CudaGraphManager(
+                self.vllm_config,
+                self.device,
+                CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+                decode_query_len=self.block_size,
+            )
+            for _ in range(2)
         )
 
     def capture(self) -> None:
-        assert self.cudagraph_manager is not None
+        assert self.cudagraph_manager is not None and self.sampling_graphs is not None
         free_before = torch.accelerator.get_memory_info()[0]
         capture_draft_graphs(
             self.cudagraph_manager,
@@ -230,6 +245,7 @@ class UnoProposer(DraftModelSpeculator):
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
         )
+        self._graph_scratch = capture_sampling_graphs(self.sampling_graphs, self._sample_plain)
         graphs = max(0, free_before - torch.accelerator.get_memory_info()[0])
         self._warm_up()
         compilation = self.vllm_config.compilation_config
@@ -301,6 +317,15 @@ class UnoProposer(DraftModelSpeculator):
         hidden_states = self._forward(num_rows, attn_metadata, slots_by_layer)
         self.hidden_states[:num_rows].copy_(hidden_states)
 
+    def _sample_plain(self, num_reqs: int) -> None:
+        """Plain draft tokens of the first `num_reqs` requests, from their hidden states."""
+        assert self.draft_sampler is not None
+        self.draft_sampler.sample_plain(
+            self.hidden_states[: num_reqs * self.block_size],
+            self.compute_logits,
+            self.draft_tokens[:num_reqs],
+        )
+
     @torch.inference_mode()
     def propose(
         self,
@@ -366,6 +391,9 @@ class UnoProposer(DraftModelSpeculator):
             noise_range=self.noise_range,
             live=not dummy_run,
         )
+        self.draft_sampler.rows.gather(
+            input_batch.idx_mapping, self.draft_sampler.sampler.sampling_states, padded_reqs
+        )
         if full_graph and self.supports_decode_metadata_update:
             draft_metadata = None  # refreshed inside the graph
         else:
@@ -385,17 +413,21 @@ class UnoProposer(DraftModelSpeculator):
         if dummy_run:
             return self.draft_tokens[:num_reqs]
 
-        seq_lens_np = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
+        slots_np = input_batch.idx_mapping_np[:num_reqs]
+        if (
+            full_graph
+            and self.sampling_graphs is not None
+            and desc in self.sampling_graphs.graphs
+            and self.draft_sampler.is_plain(slots_np)
+        ):
+            self.sampling_graphs.run_fullgraph(desc)
+            return self.draft_tokens[:num_reqs]
         batch = DraftBatch(
             idx_mapping=input_batch.idx_mapping,
-            idx_mapping_np=input_batch.idx_mapping_np[:num_reqs],
-            seq_lens_upper_bound_np=seq_lens_np + block,
-            row_request=self.rows.request[:num_rows],
+            idx_mapping_np=slots_np,
+            seq_lens_upper_bound_np=input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy() + block,
             input_ids=self.input_buffers.input_ids[:num_rows],
             positions=self.input_buffers.positions[:num_rows],
-            drafting=self.rows.drafting[:num_reqs],
-            # The bound counts every draft as accepted; it only errs towards True.
-            some_inert=bool(seq_lens_np.max() + block > self._length_limit()),
         )
         self.draft_sampler(hidden_states, self.compute_logits, batch, self.draft_tokens[:num_reqs])
         return self.draft_tokens[:num_reqs]
@@ -430,7 +462,7 @@ class UnoProposer(DraftModelSpeculator):
     ) -> dict[str, Any] | None:
         num_reqs = input_batch.num_reqs
         block = self.block_size
-        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().max())
         self.draft_max_seq_len = min(longest + block, self._length_limit())
         num_tokens = desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else num_reqs * block
         return self._build_attn_metadata(

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 
+import torch
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
@@ -25,9 +27,13 @@ from vllm.v1.worker.gpu.dp_utils import DPSyncState, dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.interface import ModelState
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample, murmur3_hash32
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax, murmur3_hash32
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -37,6 +43,7 @@ from vllm_uno.vllm_hooks.hook import UnsupportedVllm, installed_vllm
 __all__ = [
     "PAD_SLOT_ID",
     "AttentionCGSupport",
+    "BadWordsState",
     "BatchExecutionDescriptor",
     "BlockTables",
     "CudaGraphManager",
@@ -44,16 +51,20 @@ __all__ = [
     "DraftModelSpeculator",
     "InputBatch",
     "InputBuffers",
+    "LogitBiasState",
     "LogitsContext",
     "ModelState",
+    "PenaltiesState",
     "Sampler",
+    "SamplingStates",
     "apply_top_k_top_p",
     "build_attn_metadata",
     "build_slot_mappings_by_layer",
     "check_runner_api",
     "dispatch_cg_and_sync_dp",
+    "filter_scratch",
     "get_max_chunk_logits",
-    "gumbel_sample",
+    "gumbel_noised_argmax",
     "init_attn_backend",
     "load_ptr",
     "murmur3_hash32",
@@ -105,18 +116,16 @@ _PARAMETERS: dict[object, tuple[str, ...]] = {
         "slot_mappings",
     ),
     ModelState.custom_sampler: ("self", "sampler"),
-    gumbel_sample: (
+    gumbel_noised_argmax.fn: (
         "logits",
-        "expanded_idx_mapping",
-        "temperature",
+        "keys",
+        "mask",
         "seed",
         "pos",
-        "apply_temperature",
-        "is_drafting",
-        "logits_cache",
-        "logits_cache_col",
-        "use_fp64",
-        "logits_cache_source",
+        "temp",
+        "IS_DRAFTING",
+        "USE_FP64",
+        "APPLY_TEMPERATURE",
     ),
 }
 
@@ -131,3 +140,17 @@ def check_runner_api() -> None:
                 f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: {name} "
                 f"takes {found}, expected {expected}"
             )
+
+
+def filter_scratch() -> list[torch.Tensor]:
+    """The buffers in which `apply_top_k_top_p` has worked so far on any device.
+
+    vLLM replaces one when a batch needs a larger one. A graph that was captured over it needs
+    it to stay: keep these as long as the graph.
+    """
+    found = list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
+    for tables in topk_topp_triton._TRITON_TABLE_CACHE.values():
+        found += tables
+    for split in topk_topp_triton._TRITON_SPLIT_CACHE.values():
+        found += split.values()
+    return found
