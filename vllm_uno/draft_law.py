@@ -39,7 +39,7 @@ _WIDTH = 2048  # tokens of a row in one program
 
 # vLLM's filter has one program per row and at most one per SM (132): more rows at a time only
 # cost memory (78 MB at 128 rows of 152k).
-_FILTER_ROWS = 128
+FILTER_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -377,9 +377,9 @@ def sample_draft_rows(
     filters = filters and cache is not None
     num_reqs, block = len(rows.drafting), rows.block_size
     step = num_reqs
-    if filters and num_reqs * block > _FILTER_ROWS:
+    if filters and num_reqs * block > FILTER_ROWS:
         # Parts of equal size: vLLM's filter takes another algorithm for few rows.
-        parts = triton.cdiv(num_reqs, max(1, _FILTER_ROWS // block))
+        parts = triton.cdiv(num_reqs, max(1, FILTER_ROWS // block))
         step = triton.cdiv(num_reqs, parts)
     for start in range(0, num_reqs, step):
         stop = min(start + step, num_reqs)

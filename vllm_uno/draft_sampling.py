@@ -38,7 +38,7 @@ from vllm_uno.vllm_hooks.runner_api import (
 
 # The head reads its weights once a part, which at so many rows is hidden behind its arithmetic;
 # more rows at a time would only hold more logits (156 MB in bf16 at 152k tokens).
-_HEAD_ROWS = 512
+HEAD_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class DraftSampler:
             filters: False where the host knows that no request uses min_p, top-k or top-p.
         """
         block = self.block_size
-        step = max(1, _HEAD_ROWS // block)
+        step = max(1, HEAD_ROWS // block)
         for start in range(0, len(out), step):
             stop = min(start + step, len(out))
             rows = hidden_states[start * block : stop * block]
@@ -149,7 +149,7 @@ class DraftSampler:
             self.sample_plain(hidden_states, compute_logits, out, filters)
             return
         # As vLLM's verification: at most 1 GiB of fp32 logits at a time.
-        step = max(1, min(_HEAD_ROWS, get_max_chunk_logits(states.vocab_size)) // block)
+        step = max(1, min(HEAD_ROWS, get_max_chunk_logits(states.vocab_size)) // block)
         for start in range(0, len(out), step):
             stop = min(start + step, len(out))
             logits = compute_logits(hidden_states[start * block : stop * block])

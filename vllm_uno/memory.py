@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_uno.draft_law import FILTER_ROWS
+from vllm_uno.draft_sampling import HEAD_ROWS
+
 _GIB = 2**30
 
 
@@ -116,17 +119,13 @@ def sampling_peak(
         max_chunk_rows: rows that are processed in fp32 at a time.
     """
     hidden_size = hidden_states.shape[-1]
-    draft_rows = min(max_num_reqs * block_size, max_chunk_rows)
+    draft_rows = min(max_num_reqs * block_size, max_chunk_rows, HEAD_ROWS)
     logits = draft_logits(hidden_states.new_zeros(draft_rows, hidden_size))
-    # z, the filtered copy that decides what is kept, and the mask between them.
-    held = [torch.empty_like(logits, dtype=kind) for kind in _DRAFT_COPIES]
+    # z, and z / T of the rows that are filtered at a time.
+    held = [torch.empty_like(rows, dtype=torch.float32) for rows in (logits, logits[:FILTER_ROWS])]
     del logits, held
     verify_rows = max_num_reqs * (block_size + 1)
     logits = verify_logits(hidden_states.new_zeros(verify_rows, hidden_size))
     chunk = logits[:max_chunk_rows]
-    held = [torch.empty_like(chunk, dtype=kind) for kind in _VERIFY_COPIES]
+    held = [torch.empty_like(chunk, dtype=torch.float32) for _ in range(2)]
     del logits, chunk, held
-
-
-_DRAFT_COPIES = (torch.float32, torch.float32, torch.bool)
-_VERIFY_COPIES = (torch.float32, torch.float32)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_uno.draft_law import FILTER_ROWS
+from vllm_uno.draft_sampling import HEAD_ROWS
 from vllm_uno.memory import Footprint, footprint, sampling_peak
 
 CPU = torch.device("cpu")
@@ -62,7 +64,7 @@ class _Peak(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("reqs", "chunk_rows"), [(5, 1000), (64, 20)])
+@pytest.mark.parametrize(("reqs", "chunk_rows"), [(5, 1000), (64, 20), (200, 1000)])
 def test_sampling_peak_by_formula(reqs: int, chunk_rows: int) -> None:
     block, hidden, vocab = 4, 8, 500
     like = torch.zeros(1, hidden, dtype=torch.bfloat16)
@@ -75,9 +77,9 @@ def test_sampling_peak_by_formula(reqs: int, chunk_rows: int) -> None:
             block,
             chunk_rows,
         )
-    draft_rows = min(reqs * block, chunk_rows)
+    draft_rows = min(reqs * block, chunk_rows, HEAD_ROWS)
     verify_rows = reqs * (block + 1)
-    draft = draft_rows * vocab * (2 + 4 + 4 + 1)
+    draft = (draft_rows * (2 + 4) + min(draft_rows, FILTER_ROWS) * 4) * vocab
     verify = verify_rows * vocab * 2 + min(verify_rows, chunk_rows) * vocab * 8
     inputs = max(draft_rows, verify_rows) * hidden * 2
     assert max(draft, verify) <= seen.peak <= max(draft, verify) + inputs
