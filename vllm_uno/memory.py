@@ -19,9 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_uno.draft_law import FILTER_ROWS
-from vllm_uno.draft_sampling import HEAD_ROWS
-
 _GIB = 2**30
 
 
@@ -101,9 +98,11 @@ def sampling_peak(
     draft_logits: Callable[[torch.Tensor], torch.Tensor],
     verify_logits: Callable[[torch.Tensor], torch.Tensor],
     hidden_states: torch.Tensor,
-    max_num_reqs: int,
-    block_size: int,
-    max_chunk_rows: int,
+    *,
+    draft_rows: int,
+    filtered_rows: int,
+    verify_rows: int,
+    chunk_rows: int,
 ) -> None:
     """Hold for a moment what the largest batch's draft and verification sampling hold.
 
@@ -114,18 +113,19 @@ def sampling_peak(
     Args:
         draft_logits, verify_logits: [rows, H] -> [rows, V], the two heads.
         hidden_states: [any, H], for dtype, device and H.
-        max_num_reqs: requests of a batch.
-        block_size: B.
-        max_chunk_rows: rows that are processed in fp32 at a time.
+        draft_rows: whose logits are held, and processed in fp32, at a time.
+        filtered_rows: of these, whose z / T is held at a time.
+        verify_rows: of the largest batch, whose logits are held all at once.
+        chunk_rows: of these, processed in fp32 at a time.
     """
     hidden_size = hidden_states.shape[-1]
-    draft_rows = min(max_num_reqs * block_size, max_chunk_rows, HEAD_ROWS)
     logits = draft_logits(hidden_states.new_zeros(draft_rows, hidden_size))
     # z, and z / T of the rows that are filtered at a time.
-    held = [torch.empty_like(rows, dtype=torch.float32) for rows in (logits, logits[:FILTER_ROWS])]
+    held = [
+        torch.empty_like(rows, dtype=torch.float32) for rows in (logits, logits[:filtered_rows])
+    ]
     del logits, held
-    verify_rows = max_num_reqs * (block_size + 1)
     logits = verify_logits(hidden_states.new_zeros(verify_rows, hidden_size))
-    chunk = logits[:max_chunk_rows]
+    chunk = logits[:chunk_rows]
     held = [torch.empty_like(chunk, dtype=torch.float32) for _ in range(2)]
     del logits, chunk, held

@@ -30,8 +30,8 @@ from vllm_uno.draft_graphs import (
 )
 from vllm_uno.draft_head import ReducedHead
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
-from vllm_uno.draft_law import LawRows
-from vllm_uno.draft_sampling import DraftBatch, DraftSampler
+from vllm_uno.draft_law import FILTER_ROWS, LawRows
+from vllm_uno.draft_sampling import HEAD_ROWS, DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.draft_vocab import read_draft_vocab
 from vllm_uno.memory import footprint, sampling_peak
@@ -489,12 +489,14 @@ class UnoProposer(DraftModelSpeculator):
         # has in common with it come out the same, and their binaries from Triton's cache.
         hidden_states = self._forward(self.max_num_tokens, None, None)
         if not current_platform.is_cpu():
+            chunk_rows = get_max_chunk_logits(self.vocab_size)
             sampling_peak(
                 self.compute_logits,
                 # Not the target's own: a user's LoRA knows the profile's few sampled rows only.
                 self.reduced_head.whole if self.reduced_head else self.compute_logits,
                 hidden_states,
-                self.max_num_reqs,
-                self.block_size,
-                get_max_chunk_logits(self.vocab_size),
+                draft_rows=min(self.max_num_reqs * self.block_size, HEAD_ROWS, chunk_rows),
+                filtered_rows=FILTER_ROWS,
+                verify_rows=self.max_num_reqs * (self.block_size + 1),
+                chunk_rows=chunk_rows,
             )

@@ -199,7 +199,7 @@ def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(g, num_reqs * block, vocab, torch.bfloat16)
     made = []
     for limit in (128, 7, 2):
-        monkeypatch.setattr(draft_law, "_FILTER_ROWS", limit)
+        monkeypatch.setattr(draft_law, "FILTER_ROWS", limit)
         cache = torch.full((num_reqs, block, vocab), UNUSED, device=DEVICE)
         out = torch.full((num_reqs * block,), POISON, device=DEVICE)
         sample_draft_rows(logits, rows, cache, out, filters=True)
