@@ -169,7 +169,7 @@ def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
     return _SIDE_STREAMS[key]
 
 
-def _shrink_beside(
+def shrink_beside(
     x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The base product, and A's on the side stream meanwhile: ([M, out], [M, S * R])."""
@@ -214,7 +214,7 @@ def _uno_linear_cuda(
             else torch.ops.vllm_uno.uno_linear_skinny
         )
         return one_launch(x, weight, no_bias, a, b, end0, end1, block_size, sync)
-    base, h = _shrink_beside(x, a, weight, bias)
+    base, h = shrink_beside(x, a, weight, bias)
     return torch.ops.vllm_uno.lora_expand(base, h, b, end0, end1, block_size)
 
 
