@@ -10,8 +10,10 @@ projections), as one CUDA graph, by number of rows:
     fused    torch.ops.vllm_uno.uno_linear: base and LoRA, as the draft view runs
     stream   its one launch for few rows on Hopper GPUs
     skinny   its one launch for few rows on others
-    side     A on a side stream beside the base product, then one pass for B
-    expand   the base product and that pass alone: `side` without A
+    three    A, base product, one pass for B: its way for more rows on Hopper GPUs
+    side     A on a side stream beside the base product, then one pass for B: on others
+    shrink   the base product and our A alone
+    expand   the base product and the pass for B alone
     punica   base plus vLLM's own LoRA kernels (shrink and expand), one adapter on every row
 
 Every figure is a ratio to `base` in the same run; `roof` is the bytes of weights and adapter at the
@@ -52,7 +54,18 @@ SITES = (
     (12288, (4096,)),
 )
 BLOCK = 8
-KINDS = ("base", "torch", "fused", "stream", "skinny", "side", "expand", "punica")
+KINDS = (
+    "base",
+    "torch",
+    "fused",
+    "stream",
+    "skinny",
+    "three",
+    "side",
+    "shrink",
+    "expand",
+    "punica",
+)
 
 
 def main() -> None:
@@ -153,12 +166,14 @@ def run(layers: list[list[Site]], inputs: dict[int, torch.Tensor], kind: str) ->
                 continue
             if kind == "side":
                 out, h = shrink_beside(x, k.a, site.weight, None)
-                torch.ops.vllm_uno.lora_expand(out, h, k.b, k.end0, k.end1, BLOCK)
-                continue
-            out = F.linear(x, site.weight)
-            if kind == "expand":
-                h = x[:, : k.a.shape[0]]  # any numbers do
-                torch.ops.vllm_uno.lora_expand(out, h, k.b, k.end0, k.end1, BLOCK)
+            else:
+                if kind in ("three", "shrink"):
+                    h = torch.ops.vllm_uno.lora_shrink_sm90(x, k.a, BLOCK)
+                else:
+                    h = x[:, : k.a.shape[0]]  # any numbers do
+                out = F.linear(x, site.weight)
+            if kind in ("side", "three", "expand"):
+                torch.ops.vllm_uno.lora_expand_(out, h, k.b, k.end0, k.end1, BLOCK)
             elif kind == "torch":
                 add_lora(out, x, lora.a, list(lora.b), lora.out_slices, lora.rank_slices, BLOCK)
             elif kind == "punica":
