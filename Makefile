@@ -101,7 +101,9 @@ $(INSTALLED): $(DEPS) $(EXTENSION_SOURCES)
 cuda-objects: $(CUDA_OBJECTS)
 
 build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh) build/cuda/flags
-	$(NVCC) -optf build/cuda/flags -c $< -o $@
+	@# C7520: ptxas waits for each tensor product before it issues the next.
+	$(NVCC) -optf build/cuda/flags -c $< -o $@ 2>$@.log || { cat $@.log >&2; exit 1; }
+	@cat $@.log >&2; if grep -q C7520 $@.log; then rm -f $@; exit 1; fi
 
 # Include paths for nvcc. CUDA's own headers come with nvcc as a rule, and from pip where they do
 # not; cuBLAS headers from pip where a source needs them and they are missing.

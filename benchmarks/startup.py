@@ -118,6 +118,10 @@ def main() -> None:
         start(args)
         return
     table: dict[str, dict[str, dict[str, float]]] = {}
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ.pop(name, None)  # or caches would not be empty
+    # Or the first start alone would read torch and vLLM from the disk.
+    subprocess.run([sys.executable, "-c", "from vllm import LLM"], check=True)
     with tempfile.TemporaryDirectory() as folder:
         args.work = Path(folder)
         write_shape(args.work / "model", args.layers)

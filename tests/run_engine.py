@@ -223,12 +223,18 @@ def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None
             plain = base.draft_logits(text[: context[0]], ids)
             kept = logits[0].isfinite()
             result["columns"] = int(kept.sum())
+            # A reduced draft head alone may leave columns out, and all rows the same.
+            whole = logits.shape[1] if not result["draft_vocab"] else result["columns"]
+            assert logits.isfinite().sum() == len(logits) * whole, (
+                "draft logits that are no numbers"
+            )
             logits, want, plain = logits[:, kept], want[:, kept], plain[:, kept]
             worst = max(worst, relative_error(logits, want))
             worst_row0 = max(worst_row0, relative_error(logits[:1], plain[:1]))
             if block > 1:
                 moved = max(moved, float((want - plain)[1:].abs().max()))
             result["oracle_blocks"] = result.get("oracle_blocks", 0) + 1
+    assert result.get("oracle_blocks"), "no block was compared"
     result.update(oracle_error=worst, oracle_row0=worst_row0, adapter_moves=moved)
 
 
@@ -246,7 +252,7 @@ def sampled(llm: Any, runner: Any, result: dict[str, Any]) -> None:
         "min_p": {"min_p": 0.1},
         "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5},
         "logit_bias": {"logit_bias": {5: 4.0, 9: -4.0}},
-        "bad_words": {"allowed_token_ids": list(range(5, 900))},
+        "allowed_token_ids": {"allowed_token_ids": list(range(5, 900))},
     }
     prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)]
     result["row0"] = {}
@@ -278,7 +284,7 @@ def main() -> None:
         os.environ["VLLM_CACHE_ROOT"] = args.cache
     args.work.mkdir(parents=True, exist_ok=True)
     llm, model, adapter = start(args)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"draft_vocab": args.draft_vocab}
     counts: dict[str, int] = {}
     runner = None
     if alone:

@@ -55,9 +55,8 @@ class ReducedHead:
     ) -> None:
         self.view = view
         self.vocab_size = vocab_size
-        self.ids = torch.from_numpy(ids).to(device)
         self.first_id = int(ids[0])
-        self.rows = _RowsOfHead(self.ids)
+        self.rows = _RowsOfHead(torch.from_numpy(ids).to(device))
         self._processor = _replace_logits_processor(view, self.rows)
         self._loads = 0
         _count_loads(target, self)
@@ -77,7 +76,12 @@ class ReducedHead:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What it holds beside the model: this rank's gathered rows, and the ids."""
-        return (self.ids, *self.rows.buffers())
+        return tuple(self.rows.buffers())
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """int64 [D]."""
+        return self.rows.ids
 
     def refresh(self) -> None:
         """Gather the rows again, in place, if the weights were reloaded; the host knows.
@@ -130,24 +134,26 @@ class _RowsOfHead(nn.Module):
     """Stands in for lm_head in front of the view's logits processor.
 
     Attributes:
+        ids: int64 [D], the kept rows. A buffer, as the rows are: sleep level 2 keeps buffers of
+            the draft model and nothing else.
         weight: [ceil(D / ranks), H], this rank's share of the kept rows (the last
             rank's padded with zeros).
         bias: [ceil(D / ranks)], where the head has one.
         head: what the model itself hands its logits processor (not a child).
     """
 
+    ids: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     head: Any
-    _ids: torch.Tensor
     _head_bias: Any
 
     def __init__(self, ids: torch.Tensor) -> None:
         super().__init__()
+        self.register_buffer("ids", ids, persistent=False)
         self.register_buffer("weight", None, persistent=False)
         self.register_buffer("bias", None, persistent=False)
         # Not registered: a view's parameters are the target's.
-        self.__dict__["_ids"] = ids
         self.__dict__["head"] = None
         self.__dict__["_head_bias"] = None
 
@@ -165,7 +171,7 @@ class _RowsOfHead(nn.Module):
         self.__dict__["tp_size"] = head.tp_size
         # vLLM's CPU method asks the layer for it (there: weights packed once and for all).
         self.__dict__["cpu_linear"] = F.linear
-        share = -(-len(self._ids) // head.tp_size)
+        share = -(-len(self.ids) // head.tp_size)
         # Where the allocator of weights is in use: sleep level 1 keeps them, level 2
         # saves buffers of the draft model.
         self.weight = head.weight.new_empty(share, head.weight.shape[1], requires_grad=False)
@@ -182,13 +188,13 @@ class _RowsOfHead(nn.Module):
     def _share_out(self, of_head: torch.Tensor, out: torch.Tensor) -> None:
         head = self.head
         if head.tp_size == 1:
-            torch.index_select(of_head, 0, self._ids, out=out)
+            torch.index_select(of_head, 0, self.ids, out=out)
             return
         shard = head.shard_indices
         start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         share = out.shape[0]
         for rank in range(head.tp_size):
-            ids = self._ids[rank * share : (rank + 1) * share]
+            ids = self.ids[rank * share : (rank + 1) * share]
             here = (ids >= start) & (ids < end)
             rows = out.new_zeros(out.shape)
             found = of_head[(ids - start).clamp(0, end - start - 1)]
@@ -235,7 +241,7 @@ def _replace_logits_processor(view: nn.Module, rows: _RowsOfHead) -> LogitsProce
         )
     parent, key, processor = found[0]
     copied = shallow_copy(processor)
-    copied.__dict__["org_vocab_size"] = len(rows._ids)
+    copied.__dict__["org_vocab_size"] = len(rows.ids)
     parent._modules[key] = _ReducedLogits(copied, rows)
     return processor
 

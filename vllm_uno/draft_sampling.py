@@ -125,7 +125,8 @@ class DraftSampler:
             rows = hidden_states[start * block : stop * block]
             if self.reduced is not None and self.draft_logits is None:
                 # The likeliest token is all that is asked: no logits of full width.
-                out[start:stop] = self.reduced.argmax(rows).view(-1, block)
+                tokens = self.reduced.argmax(rows).view(-1, block)
+                out[start:stop] = tokens * self.rows.drafting[start:stop, None]
                 continue
             self._sample(compute_logits(rows), start, stop, out, filters)
 

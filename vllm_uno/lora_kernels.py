@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_uno.adapter import LinearLora
-from vllm_uno.ops import extension_available, lora_shrink_reference
+from vllm_uno.ops import extension_error, lora_shrink_reference
 
 # Rows that `uno_linear_skinny` and `uno_linear_sm90` take.
 SKINNY_ROWS = 32
@@ -34,7 +34,7 @@ _RANKS = (64, 128, 256)
 _SLICES = 3
 _HALF = (torch.bfloat16, torch.float16)
 # Until the kernels have been run and measured on a GPU they must be asked for.
-SWITCH = "VLLM_UNO_FUSED_LORA"
+SWITCH = "UNO_FUSED_LORA"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,12 +99,21 @@ def _all_slices(lora: LinearLora) -> list[tuple[int, int, int | None]]:
 
 def kernels_available(device: torch.device) -> bool:
     """Whether the extension has CUDA kernels for this device, and they are asked for."""
-    return (
-        device.type == "cuda"
-        and extension_available()
-        and os.environ.get(SWITCH) == "1"
-        and torch._C._dispatch_has_kernel_for_dispatch_key("vllm_uno::lora_expand", "CUDA")
-    )
+    return device.type == "cuda" and slow_path(device) is None
+
+
+def slow_path(device: torch.device) -> str | None:
+    """Why the kernels do not run on this GPU; None where they do, and on CPUs."""
+    if device.type != "cuda":
+        return None
+    error = extension_error()
+    if error is not None:
+        return f"the compiled extension is not there ({error})"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("vllm_uno::lora_expand", "CUDA"):
+        return "the extension was built without nvcc (reinstall with it: README, Install)"
+    if os.environ.get(SWITCH) != "1":
+        return f"the kernels are on trial, {SWITCH}=1 turns them on"
+    return None
 
 
 def sync_words(device: torch.device) -> torch.Tensor:
@@ -237,8 +246,8 @@ def _lora_add_cuda(
     end1: int,
     block_size: int,
 ) -> torch.Tensor:
-    shrink = torch.ops.vllm_uno.lora_shrink_sm90 if _is_hopper(x.device) else lora_shrink_reference
-    h = shrink(x, a, block_size)
+    h = torch.ops.vllm_uno.lora_shrink_sm90(x, a, block_size) if _is_hopper(x.device) else x @ a.t()
+    # Which leaves seed rows alone, whatever h holds there.
     return torch.ops.vllm_uno.lora_expand(base, h, b, end0, end1, block_size)
 
 

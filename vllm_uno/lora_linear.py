@@ -26,7 +26,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_kernels import kernel_lora, kernels_available, sync_words
-from vllm_uno.ops import lora_shrink, lora_shrink_reference
+from vllm_uno.ops import lora_shrink
 
 
 def add_lora(
@@ -52,9 +52,15 @@ def add_lora(
     Returns:
         [N, out], the dtype of `out`.
     """
-    # On a GPU cuBLAS is the faster of the two until the extension has its own kernels.
-    shrink = lora_shrink if x.device.type == "cpu" else lora_shrink_reference
-    h = shrink(x, a, block_size)
+    if x.device.type != "cpu":
+        # As few launches as plain PyTorch allows.
+        h = x @ a.t()
+        h[::block_size] = 0  # seed rows
+        added = out.clone(memory_format=torch.contiguous_format)
+        for weight, (start, stop), (low, high) in zip(b, out_slices, rank_slices, strict=True):
+            added[:, start:stop].addmm_(h[:, low:high], weight.t())
+        return added
+    h = lora_shrink(x, a, block_size)
     pieces = []
     at = 0
     for weight, (start, stop), (low, high) in zip(b, out_slices, rank_slices, strict=True):

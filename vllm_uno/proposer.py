@@ -34,6 +34,7 @@ from vllm_uno.draft_law import FILTER_ROWS, LawRows
 from vllm_uno.draft_sampling import HEAD_ROWS, DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.draft_vocab import read_draft_vocab
+from vllm_uno.lora_kernels import slow_path
 from vllm_uno.memory import footprint, sampling_peak
 from vllm_uno.metrics import DraftCounters
 from vllm_uno.verification import keep_sampler
@@ -75,6 +76,19 @@ class UnoProposer(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         check_runner_api()
+        spec: Any = vllm_config.speculative_config
+        if spec.draft_sample_method == "probabilistic":
+            requests = vllm_config.scheduler_config.max_num_seqs
+            rows = requests * spec.num_speculative_tokens
+            laws = 4 * rows * vllm_config.model_config.get_vocab_size()
+            if laws > 2**30:  # said before they are made: they may not fit
+                logger.info(
+                    "UNO: draft laws take %.1f GiB (max_num_seqs %d x %d x vocabulary, fp32); for "
+                    "less lower max_num_seqs, or set draft_sample_method to 'greedy'",
+                    laws / 2**30,
+                    requests,
+                    spec.num_speculative_tokens,
+                )
         # The base class sizes its buffers by the draft model's config: here the
         # target's. It must not reach other readers of the real config.
         shadow = copy.copy(vllm_config)
@@ -124,6 +138,9 @@ class UnoProposer(DraftModelSpeculator):
         logger.info(
             "UNO: adapter %s on %d layers, block size %d", source, len(loras), self.block_size
         )
+        slow = slow_path(self.device)
+        if slow is not None:
+            logger.warning("UNO: the adapter runs in plain PyTorch, which is slow: %s", slow)
         path = self.speculative_config.uno_draft_vocab
         if path is not None:
             self.reduced_head = ReducedHead(
@@ -190,6 +207,7 @@ class UnoProposer(DraftModelSpeculator):
         if self._told_memory:  # vLLM sets attention up twice, once to profile graphs
             return
         self._told_memory = True
+        assert self.draft_sampler is not None
         head = [] if self.reduced_head is None else self.reduced_head.tensors
         found = footprint(
             self.model,
@@ -199,15 +217,10 @@ class UnoProposer(DraftModelSpeculator):
             self,
             self.input_buffers,
             self.rows,
+            self.draft_sampler.rows,
             self.counters,
         )
-        save = (
-            f"; lower max_num_seqs ({self.max_num_reqs}), or set draft_sample_method to 'greedy', "
-            "for smaller draft laws"
-            if found.draft_laws > 2**30
-            else ""
-        )
-        logger.info("UNO takes %s%s", found.line(), save)
+        logger.info("UNO takes %s", found.line())
 
     # --- CUDA graphs -------------------------------------------------------
 
@@ -497,6 +510,6 @@ class UnoProposer(DraftModelSpeculator):
                 hidden_states,
                 draft_rows=min(self.max_num_reqs * self.block_size, HEAD_ROWS, chunk_rows),
                 filtered_rows=FILTER_ROWS,
-                verify_rows=self.max_num_reqs * (self.block_size + 1),
+                verify_rows=min(self.max_num_reqs * (self.block_size + 1), self.max_num_tokens),
                 chunk_rows=chunk_rows,
             )

@@ -15,7 +15,9 @@
 // first and signal; h B^T is R more columns of the same sum, at its end.
 //
 // The weights do not depend on the kernel before: their first loads are issued while it ends
-// (programmatic dependent launch).
+// (programmatic dependent launch). So a kernel that writes weights must not come directly before.
+// Blocks wait for those with a group of A: all must become resident, which two such launches on two
+// streams at a time do not promise. The draft pass has one stream.
 //
 // With many rows a library's product is the better one for W, but not for A: few columns are few
 // tiles, each with all of K to go through, and beside W's product they take it the multiprocessors
@@ -111,9 +113,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 
 // Rows of 128 bytes, swizzled as the copy engine writes them, groups of eight 1,024 bytes apart.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
-  return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) |
-         (static_cast<uint64_t>(1) << 16) | ((address & 0x3FFFF) >> 4);
+// The lower half; the upper one is the same for all.
+__device__ __forceinline__ uint32_t descriptor(uint32_t address) {
+  return (1U << 16) | ((address & 0x3FFFF) >> 4);
+}
+
+__device__ __forceinline__ uint64_t whole(uint32_t lower) {
+  uint64_t d;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lower), "r"((1U << 30) | (1024U >> 4)));
+  return d;
 }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
@@ -169,10 +177,15 @@ __device__ __forceinline__ int load_acquire(const int* p) {
   return v;
 }
 
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
+}
+
 // What a thread block works on, for both of its roles alike.
 struct Share {
   int first_row, groups;  // of W
   int stage_bytes, chunk_bytes, x_bytes;
+  int a_chunk_bytes, a_step;  // with A, whose chunks are small, a stage holds more of them
 };
 
 __device__ __forceinline__ Share share_of(const Stream& p) {
@@ -184,6 +197,8 @@ __device__ __forceinline__ Share share_of(const Stream& p) {
   s.x_bytes = p.x_rows * kRowBytes;
   s.chunk_bytes = s.x_bytes + p.groups * kGroup * kRowBytes;
   s.stage_bytes = s.chunk_bytes * p.chunks_per_stage;
+  s.a_chunk_bytes = s.x_bytes + kGroup * kRowBytes;
+  s.a_step = min(32, s.stage_bytes / s.a_chunk_bytes);
   return s;
 }
 
@@ -202,8 +217,9 @@ struct Ring {
 // By a whole warp: a lane for each chunk of a stage.
 __device__ void produce(const Stream& p, const Share& s, Ring ring) {
   const uint64_t once = policy_once(), often = policy_often();
-  const int k_chunks = p.k / kChunk, step = p.chunks_per_stage;
-  const int lane = threadIdx.x % 32, offset = lane * s.chunk_bytes;
+  const int k_chunks = p.k / kChunk;
+  const int lane = threadIdx.x % 32;
+  int step = s.a_step, offset = lane * s.a_chunk_bytes;  // while it is A
   const CUtensorMap& w_map = p.w[s.groups > p.lo ? 1 : 0];
   const int w_bytes = s.groups * kGroup * kRowBytes, a_bytes = kGroup * kRowBytes;
   const auto load_weights = [&](const CUtensorMap& map, int bytes, int row, int first, int end) {
@@ -224,6 +240,13 @@ __device__ void produce(const Stream& p, const Share& s, Ring ring) {
   };
   const auto wait_empty = [&] { barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1); };
 
+  if (lane == 0) {
+    prefetch_map(w_map);
+    prefetch_map(p.x);
+    prefetch_map(p.h);
+    if (static_cast<int>(blockIdx.x) < p.a_groups) prefetch_map(p.a);
+    for (int slice = 0; slice < p.slices; ++slice) prefetch_map(p.b[slice]);
+  }
   bool started = false;
   const auto stream = [&](const CUtensorMap& map, int bytes, int row) {
     int first = 0;
@@ -248,6 +271,8 @@ __device__ void produce(const Stream& p, const Share& s, Ring ring) {
   for (int group = blockIdx.x; group < p.a_groups; group += gridDim.x) {
     stream(p.a, a_bytes, group * kGroup);
   }
+  step = p.chunks_per_stage;
+  offset = lane * s.chunk_bytes;
   stream(w_map, w_bytes, s.first_row);
 
   // h B^T. B's boxes have as many rows as the larger shares: what is too much is not stored.
@@ -289,35 +314,43 @@ __device__ __forceinline__ void pin(float (&sum)[COUNT][SUMS]) {
   }
 }
 
-// sum [64 COUNT rows of weights, ROWS of x] += over all chunks that come next.
+// sum [64 COUNT rows of weights, ROWS of x] += over all chunks that come next; at least one.
+//
+// As ptxas needs it: loops that run at least once, and fence, products and commit in one basic block.
+// Else it waits after each product (its note C7520).
 template <typename T, int ROWS, int COUNT>
 __device__ __forceinline__ void consume(float (&sum)[COUNT][ROWS / 2], Ring& ring, const Share& s,
-                                        int chunks, int step) {
-  int before = -1;
+                                        int chunk_bytes, int chunks, int step) {
+  int before = -1, first = 0;
   pin(sum);
-  for (int first = 0; first < chunks; first += step) {
+#pragma unroll 1
+  do {
     barrier_wait(ring.full + 8 * ring.stage, ring.parity);
     const uint32_t at = ring.data + ring.stage * s.stage_bytes;
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     const int here = min(step, chunks - first);
-    for (int c = 0; c < here; ++c) {
-      const uint64_t x = descriptor(at + c * s.chunk_bytes);
-      const uint64_t w = descriptor(at + c * s.chunk_bytes + s.x_bytes);
+    int c = 0;
+#pragma unroll 1
+    do {
+      // By a shuffle: to uniform registers once, and not for each product.
+      const uint32_t x = __shfl_sync(0xFFFFFFFF, descriptor(at + c * chunk_bytes), 0);
+      const uint32_t w = x + (s.x_bytes >> 4);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int k = 0; k < kChunk / 16; ++k) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-          product<T>(sum[i], w + 2 * k + i * (kTileBytes >> 4), x + 2 * k);
+          product<T>(sum[i], whole(w + 2 * k + i * (kTileBytes >> 4)), whole(x + 2 * k));
         }
       }
-    }
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    // The stage before is done with; this one's products run on.
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    } while (++c < here);
+    // All but this stage's last chunk are done with: the stage before, too.
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     if (before >= 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
     before = ring.stage;
     ring.advance();
-  }
+    first += step;
+  } while (first < chunks);
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   pin(sum);
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
@@ -353,7 +386,7 @@ __device__ void multiply(const Stream& p, const Share& s, Ring ring, uint8_t* sh
   const int k_chunks = p.k / kChunk, step = p.chunks_per_stage;
   for (int group = blockIdx.x; group < p.a_groups; group += gridDim.x) {
     float sum[1][ROWS / 2] = {};
-    consume<T, ROWS, 1>(sum, ring, s, k_chunks, step);
+    consume<T, ROWS, 1>(sum, ring, s, s.a_chunk_bytes, k_chunks, s.a_step);
     if (warp == 0) {  // has the eight rows that are A's
       T* const h = static_cast<T*>(p.hidden) + group * kGroup + lane / 4;
 #pragma unroll
@@ -369,18 +402,21 @@ __device__ void multiply(const Stream& p, const Share& s, Ring ring, uint8_t* sh
       }
       // Other blocks' copy engines read it.
       asm volatile("fence.proxy.async;" ::: "memory");
-      __threadfence();
       __syncwarp();
-      if (lane == 0) atomicAdd(p.sync, 1);
+      if (lane == 0) {
+        __threadfence();  // after the warp's barrier: it stands for all lanes' writes
+        atomicAdd(p.sync, 1);
+      }
+      __syncwarp();
     }
   }
   float sum[COUNT][ROWS / 2] = {};
-  consume<T, ROWS, COUNT>(sum, ring, s, k_chunks, step);
+  consume<T, ROWS, COUNT>(sum, ring, s, s.chunk_bytes, k_chunks, step);
   const int last_row = s.first_row + s.groups * kGroup;
   for (int slice = 0; slice < p.slices; ++slice) {
     const int start = slice == 0 ? 0 : p.ends[slice - 1];
     if (last_row <= start || s.first_row >= p.ends[slice]) continue;
-    consume<T, ROWS, COUNT>(sum, ring, s, p.rank / kChunk, step);
+    consume<T, ROWS, COUNT>(sum, ring, s, s.chunk_bytes, p.rank / kChunk, step);
   }
   // Through shared memory, where no load is under way any more, to whole lines.
   constexpr int kPitch = COUNT * kTileRows + 8;
@@ -454,9 +490,10 @@ __device__ void shrink_tile(const Shrink& p, uint8_t* dynamic, uint64_t* barrier
         load_box(at + kTileBytes, p.a, full, chunk * kChunk, a_row, often);
       }
     }
+    __syncwarp();
   } else {
     float sum[1][32] = {};
-    if (first < end) consume<T, 64, 1>(sum, ring, s, end - first, 1);
+    if (first < end) consume<T, 64, 1>(sum, ring, s, s.chunk_bytes, end - first, 1);
     sync_consumers();  // no load is under way, and none reads the ring: it is free for the sums
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -490,8 +527,9 @@ __device__ void shrink_tile(const Shrink& p, uint8_t* dynamic, uint64_t* barrier
         narrow<T>(n % p.block_size == 0 ? 0.0F : total);
   }
   // Nobody leaves while others read its sums.
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 #endif  // sm_90a
@@ -597,15 +635,25 @@ void launch(Stream& p, int blocks, const Device& device, cudaStream_t stream) {
   const int chunk = (ROWS + p.groups * kGroup) * kRowBytes;
   p.chunks_per_stage = std::clamp(kStageBytes / chunk, 1, kMaxChunks);
   // Behind the last stage lies what its products read too much.
+#ifdef UNO_TUNE
+  const bool two = getenv("UNO_BLOCKS") && atoi(getenv("UNO_BLOCKS")) == 2;
+  const int room = (two ? 233472 / 2 - 1024 : device.shared_bytes) - 1024 - kTileBytes -
+                   2 * kMaxStages * 8;
+#else
   const int room = device.shared_bytes - 1024 - kTileBytes - 2 * kMaxStages * 8;
+#endif
   p.stages = std::min(kMaxStages, room / (chunk * p.chunks_per_stage));
 #ifdef UNO_TUNE
   if (getenv("UNO_MAXSTAGES")) p.stages = std::min(p.stages, atoi(getenv("UNO_MAXSTAGES")));
 #endif
   const int bytes = p.stages * chunk * p.chunks_per_stage + kTileBytes + 1024;
   const auto kernel = stream_kernel<T, ROWS, COUNT>;
-  STD_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  STD_TORCH_CHECK(p.stages >= 2, "uno_linear: a stage is kept while the next is waited for");
+  // The most there may be, always: graphs hold launches of other sizes of the same kernel.
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      device.shared_bytes - 2 * kMaxStages * 8));
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -249,17 +249,18 @@ def test_shrink_over_parts_matches_the_oracle(
 @needs_cuda_kernel
 @pytest.mark.parametrize("rows", [8, 24, 64, 72])
 def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
-    x, weight, kernel = case(rows, [4096, 1024, 1024], [128] * 3, 4096, torch.bfloat16)
-    x, weight, a, b = (t.cuda() for t in (x, weight, kernel.a, kernel.b))
+    def layer(widths: list[int]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        x, weight, k = case(rows, widths, [128] * len(widths), 4096, torch.bfloat16)
+        return x.cuda(), (weight.cuda(), None, k.a.cuda(), k.b.cuda(), k.end0, k.end1, 8)
+
+    # Two kernels of one template whose shared memory differs; the same layer twice in a row.
+    (x, qkv), (_, o) = layer([4096, 1024, 1024]), layer([4096])
     syncs = [sync_words(x.device) for _ in range(2)]
+    op = torch.ops.vllm_uno.uno_linear
 
     def layers() -> torch.Tensor:
-        first = torch.ops.vllm_uno.uno_linear(
-            x, weight, None, a, b, kernel.end0, kernel.end1, 8, syncs[0]
-        )
-        return torch.ops.vllm_uno.uno_linear(
-            first[:, :4096].contiguous(), weight, None, a, b, kernel.end0, kernel.end1, 8, syncs[1]
-        )
+        first, again = (op(x, *qkv, syncs[0]) for _ in range(2))
+        return op((first + again)[:, :4096].contiguous(), *o, syncs[1])
 
     want = layers()
     torch.cuda.synchronize()
@@ -274,6 +275,22 @@ def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
     torch.cuda.synchronize()
     assert torch.equal(got, want)
     assert all(sync.tolist() == [0, 0] for sync in syncs)
+
+
+@pytest.mark.gpu
+@needs_cuda_kernel
+@pytest.mark.parametrize("op", ["uno_linear_skinny", "uno_linear_sm90", "uno_linear"])
+@pytest.mark.parametrize("rows", [8, 16, 30])
+def test_numbers_of_a_seed_row_stay_in_it(op: str, rows: int) -> None:
+    x, weight, k = case(rows, [4096, 1024, 1024], [128] * 3, 4096, torch.bfloat16)
+    x, weight, a, b = (t.cuda() for t in (x, weight, k.a, k.b))
+    no_bias = None if op == "uno_linear" else x.new_empty(0)
+    rest = (no_bias, a, b, k.end0, k.end1, 8, sync_words(x.device))
+    want = getattr(torch.ops.vllm_uno, op)(x, weight, *rest)
+    x[::8] = float("nan")
+    got = getattr(torch.ops.vllm_uno, op)(x, weight, *rest)
+    noise = torch.arange(rows) % 8 != 0
+    assert torch.equal(got[noise], want[noise]) and bool(got[~noise].isnan().all())
 
 
 def test_kernels_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
