@@ -100,6 +100,7 @@ def sampling_peak(
     hidden_states: torch.Tensor,
     max_num_reqs: int,
     block_size: int,
+    verify_rows: int,
     max_chunk_rows: int,
 ) -> None:
     """Hold for a moment what the largest batch's draft and verification sampling hold.
@@ -113,6 +114,7 @@ def sampling_peak(
         hidden_states: [any, H], for dtype, device and H.
         max_num_reqs: requests of a batch.
         block_size: B.
+        verify_rows: of a request.
         max_chunk_rows: rows that are processed in fp32 at a time.
     """
     hidden_size = hidden_states.shape[-1]
@@ -121,8 +123,7 @@ def sampling_peak(
     # z, the filtered copy that decides what is kept, and the mask between them.
     held = [torch.empty_like(logits, dtype=kind) for kind in _DRAFT_COPIES]
     del logits, held
-    verify_rows = max_num_reqs * (block_size + 1)
-    logits = verify_logits(hidden_states.new_zeros(verify_rows, hidden_size))
+    logits = verify_logits(hidden_states.new_zeros(max_num_reqs * verify_rows, hidden_size))
     chunk = logits[:max_chunk_rows]
     held = [torch.empty_like(chunk, dtype=kind) for kind in _VERIFY_COPIES]
     del logits, chunk, held

@@ -118,12 +118,12 @@ def test_version_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_capture_sizes_cover_draft_and_verify_batches() -> None:
     default = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     for block in (1, 4, 8, 16):
-        sizes = sorted({*default, *extra_capture_sizes(block, 64, 8192)})
+        sizes = sorted({*default, *extra_capture_sizes(block, block + 1, 64, 8192)})
         for rows in (block, block + 1):
             assert covered_requests(sizes, rows, 64) == 64
     # The ceiling, and a token limit below it.
-    assert max(extra_capture_sizes(8, 1024, 8192)) <= 2048
-    assert max(extra_capture_sizes(8, 64, 256)) <= 256
+    assert max(extra_capture_sizes(8, 9, 1024, 8192)) <= 2048
+    assert max(extra_capture_sizes(8, 9, 64, 256)) <= 256
     assert covered_requests(default, 9, 256) < 64  # what vLLM's own sizes leave out
     assert covered_requests([], 9, 64) == 0
 
