@@ -1,6 +1,6 @@
 """Trees that hold the right continuation: a random model's own drafts are hardly ever accepted.
 
-Only the candidates are put right, so that what happens to them (builder, attention, walk, KV
+Only the candidates are put right, and the tokens of chains, so that what happens to them (builder, attention, walk, KV
 compaction) is the engine's own. The right token stands at a random rank and now and then is
 missing; the nodes accepted are seldom the first ones, and what is emitted still has to be sampled
 from verification's own rows.
@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+
 from vllm_uno.tree import drafting
+from vllm_uno.tree.builder import TreeBuffers, build_trees
 from vllm_uno.tree.candidates import Candidates
 
 RANKS = 3  # of the right token
@@ -23,10 +26,10 @@ MISSING = 0.15  # share of positions without it
 
 
 @contextmanager
-def oracle_candidates(
+def oracle_trees(
     engine: Any, texts: Mapping[Sequence[int], Sequence[int]], seed: int = 0
 ) -> Iterator[None]:
-    """While open, candidates hold the next tokens of these texts.
+    """While open, candidates (and the tokens of chains) hold the next tokens of these texts.
 
     Args:
         engine: `engines.Engine` in tree mode.
@@ -34,27 +37,46 @@ def oracle_candidates(
     """
     rng = random.Random(seed)
     full = {tuple(prompt): [*prompt, *texts[prompt]] for prompt in texts}
-    states = engine.runner.req_states
+    states, needs_path = engine.runner.req_states, engine.speculator.memory.needs_path
 
     def put_right(
-        out: Candidates, logits: Any, idx_mapping: Any, temperature: Any, first_request: int = 0
+        out: TreeBuffers,
+        draft_tokens: torch.Tensor,
+        candidates: Candidates,
+        *,
+        idx_mapping: torch.Tensor,
+        chain_tokens: torch.Tensor,
+        **given: Any,
     ) -> None:
-        _, rows, top_k = out.tokens.shape
-        for request, slot in enumerate(idx_mapping.tolist(), first_request):
+        _, rows, top_k = candidates.tokens.shape
+        ranks = torch.arange(1, top_k + 1)
+        for request, slot in enumerate(idx_mapping.tolist()):
             prompt_len = int(states.prompt_len.np[slot])
-            prompt = tuple(states.all_token_ids.gpu[slot, :prompt_len].tolist())
+            text = full[tuple(states.all_token_ids.gpu[slot, :prompt_len].tolist())]
             context = int(states.num_computed_tokens.gpu[slot])
             for row in range(rows):
                 tokens = rng.sample(range(1, 2048), top_k)
                 at = context + 2 + row
-                if at < len(full[prompt]) and rng.random() > MISSING:
-                    right, rank = full[prompt][at], rng.randrange(min(RANKS, top_k))
+                if at < len(text) and rng.random() > MISSING:
+                    right, rank = text[at], rng.randrange(min(RANKS, top_k))
                     if right in tokens:
                         tokens[tokens.index(right)] = tokens[rank]
                     tokens[rank] = right
-                for rank, token in enumerate(tokens):
-                    out.tokens[request, row, rank] = token
-                    out.log_probs[request, row, rank] = -DECAY * (rank + 1)
+                    if needs_path[slot]:
+                        chain_tokens[request, row + 1] = right
+                candidates.tokens[request, row] = torch.tensor(tokens)
+                candidates.log_probs[request, row] = -DECAY * ranks
+        build_trees(
+            out,
+            draft_tokens,
+            candidates,
+            idx_mapping=idx_mapping,
+            chain_tokens=chain_tokens,
+            **given,
+        )
 
-    with mock.patch.object(drafting, "select_candidates", put_right):
+    with (
+        mock.patch.object(drafting, "build_trees", put_right),
+        mock.patch.object(drafting, "select_candidates"),  # slow in the interpreter
+    ):
         yield

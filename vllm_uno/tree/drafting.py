@@ -159,7 +159,8 @@ class TreeDrafter:
         slots = batch.idx_mapping[where]
 
         def rows_of(x: torch.Tensor) -> torch.Tensor:
-            return x.view(-1, self.block_size)[where, :num_rows].reshape(-1)
+            # vLLM's kernels take them to be contiguous.
+            return x.view(-1, self.block_size)[where, :num_rows].reshape(-1).contiguous()
 
         tokens, _ = sample_target(
             self.sampler,
