@@ -1,9 +1,9 @@
 """Trees that hold the right continuation: a random model's own drafts are hardly ever accepted.
 
-Only the candidates are put right, and the tokens of chains, so that what happens to them (builder, attention, walk, KV
-compaction) is the engine's own. The right token stands at a random rank and now and then is
-missing; the nodes accepted are seldom the first ones, and what is emitted still has to be sampled
-from verification's own rows.
+Only the candidates are put right, and the tokens of chains: what happens to them (builder,
+attention, walk, KV compaction) is the engine's own. The right token stands at a random rank and
+now and then is missing; the nodes accepted are seldom the first ones, and what is emitted still
+has to be sampled from verification's own rows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -80,3 +81,42 @@ def oracle_trees(
         mock.patch.object(drafting, "select_candidates"),  # slow in the interpreter
     ):
         yield
+
+
+@dataclass(frozen=True)
+class DraftedTree:
+    """One request's draft.
+
+    Attributes:
+        context: C.
+        ids: tokens of the B draft rows.
+        tokens, depths: of the V nodes.
+    """
+
+    context: int
+    ids: list[int]
+    tokens: list[int]
+    depths: list[int]
+
+
+@contextmanager
+def drafted_trees(speculator: Any) -> Iterator[list[DraftedTree]]:
+    """Records every tree that an in-process `TreeProposer` drafts while it is open."""
+    trees, records = speculator.memory.trees, []
+    sample, block = speculator._sample, speculator.block_size
+
+    def record(hidden_states: torch.Tensor, batch: Any, out: torch.Tensor) -> None:
+        sample(hidden_states, batch, out)
+        for request, slot in enumerate(batch.idx_mapping_np.tolist()):
+            if batch.drafting[request]:
+                records.append(
+                    DraftedTree(
+                        context=int(batch.positions[request * block]),
+                        ids=batch.input_ids[request * block : (request + 1) * block].tolist(),
+                        tokens=trees.tokens[slot].tolist(),
+                        depths=trees.depths[slot].tolist(),
+                    )
+                )
+
+    with mock.patch.object(speculator, "_sample", record):
+        yield records

@@ -1,7 +1,7 @@
 """Tree mode on the CPU: greedy and seeded sampled tokens are plain vLLM's, one by one."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from engines import GREEDY, Engine, engine
-from oracle_trees import oracle_trees
+from oracle import DraftOracle
+from oracle_trees import drafted_trees, oracle_trees
 from prompts import make_prompts
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -55,7 +56,8 @@ CHAINED = [
     SamplingParams(**_SHORT, temperature=1.0, seed=3, top_k=40, logprobs=2),
     SamplingParams(**_SHORT, temperature=1.0, seed=4, repetition_penalty=1.2, logprobs=2),
 ]
-END = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+# From 150 tokens to a max_model_len of 256.
+END = SamplingParams(temperature=0.0, max_tokens=110, ignore_eos=True)
 
 
 def texts(continuations: Sequence[Sequence[int]]) -> dict[Sequence[int], Sequence[int]]:
@@ -141,6 +143,32 @@ class TestParity:
         for got, want in zip(logprobs_of(outputs), plain["logprobs"], strict=True):
             for at, expected in zip(got, want, strict=True):
                 assert at == pytest.approx(expected, abs=1e-4)
+
+    def test_nodes_are_best_tokens_of_the_draft_rows(
+        self, tree: Engine, model: Path, adapter: Path
+    ) -> None:
+        prompt = PROMPTS[3]
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        with drafted_trees(tree.speculator) as records:
+            text = [*prompt, *tree.tokens([prompt], params)[0]]
+        oracle, checked = DraftOracle(model, adapter), 0
+        for record in records:
+            if record.context >= len(text) or text[record.context] != record.ids[0]:
+                continue  # drafted past the end of the request
+            checked += 1
+            logits = oracle.draft_logits(text[: record.context], record.ids)
+            worst = logits.topk(K).values[:, -1]
+            worst[0] = logits[0].max()  # the root, greedily
+            for token, depth in zip(record.tokens, record.depths, strict=True):
+                assert logits[depth, token] >= worst[depth] - 1e-3
+        assert checked >= 3
+
+    def test_warm_up_leaves_trees_alone(self, tree: Engine) -> None:
+        memory = tree.speculator.memory
+        held = [*vars(memory.trees).values(), memory.path, *tree.runner.kv_caches]
+        before = [t.clone() for t in held]
+        tree.speculator._warm_up_sampling()
+        assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
 # What must not go unseen by the tests above, each a patch of one place.

@@ -23,6 +23,7 @@ from vllm_uno.tree.backends import (
 )
 from vllm_uno.tree.drafting import TreeDrafter
 from vllm_uno.tree.verification import TreeMemory, num_drafted, verify_trees
+from vllm_uno.tree.warmup import warm_up_trees
 from vllm_uno.vllm_hooks.runner_api import InputBatch, Sampler
 
 
@@ -62,7 +63,13 @@ class TreeProposer(UnoProposer):
         return [self.memory, self.memory.trees, self.drafter, self.drafter.candidates]
 
     def _warm_up_sampling(self) -> None:
-        pass
+        warm_up_trees(
+            self.drafter.sampler,
+            self.drafter,
+            self.memory,
+            self.model_state.uno_compact,
+            self.dtype,
+        )
 
     def _after_verification(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> None:
         if num_drafted(input_batch) > 0:

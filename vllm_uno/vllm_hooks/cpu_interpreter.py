@@ -224,4 +224,4 @@ def _mend_top_k_top_p() -> None:
     # Others take the name at import, which may have come before the plugins.
     for user in [module, *sys.modules.values()]:
         if getattr(user, "__dict__", {}).get("apply_top_k_top_p") is original:
-            user.apply_top_k_top_p = apply_top_k_top_p  # type: ignore[attr-defined]
+            user.apply_top_k_top_p = apply_top_k_top_p
