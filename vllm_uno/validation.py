@@ -32,6 +32,7 @@ def validate(vllm_config: VllmConfig) -> None:
         *_parallel_problems(vllm_config),
         *_cache_problems(vllm_config),
         *_limit_problems(vllm_config),
+        *_tree_problems(vllm_config),
         *_other_problems(vllm_config),
     ]
     if vllm_config.model_config is not None:
@@ -168,6 +169,17 @@ def _limit_problems(vllm_config: VllmConfig) -> list[str]:
             f"or raise max_model_len"
         )
     return problems
+
+
+def _tree_problems(vllm_config: VllmConfig) -> list[str]:
+    assert vllm_config.speculative_config is not None
+    if vllm_config.speculative_config.uno_mode != "tree":
+        return []
+    linear = "leave it out, or set uno_mode to 'linear'"
+    model = vllm_config.model_config
+    if model is not None and model.return_sampling_mask:
+        return [f"return_sampling_mask with uno_mode 'tree': a tree's rows have none; {linear}"]
+    return []
 
 
 def _other_problems(vllm_config: VllmConfig) -> list[str]:

@@ -106,11 +106,13 @@ slow = pytest.mark.slow
 
 
 @pytest.fixture(
-    scope="module",
+    scope="class",
     params=[4, 64, pytest.param(16, marks=slow), pytest.param(32, marks=slow)],
     ids=lambda nodes: f"V{nodes}",
 )
-def tree(request: Any, model: Path, adapter: Path) -> Iterator[Engine]:
+def tree(
+    request: Any, model: Path, adapter: Path, plain: dict[str, Any]
+) -> Iterator[Engine]:  # one engine at a time: `plain` first
     with engine(model, settings(adapter, request.param)) as e:
         yield e
 
@@ -216,7 +218,7 @@ class TestSabotage:
     """On one engine: greedy for what acts on the forward pass, sampled for what acts on noise."""
 
     @pytest.fixture(scope="class")
-    def tree(self, model: Path, adapter: Path) -> Iterator[Engine]:
+    def tree(self, model: Path, adapter: Path, plain: dict[str, Any]) -> Iterator[Engine]:
         with engine(model, settings(adapter, 16)) as e:
             yield e
 
