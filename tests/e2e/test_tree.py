@@ -23,7 +23,7 @@ from vllm_uno.tree.walk import walk_trees
 PROMPTS = make_prompts(2048)
 KEYS = [tuple(p) for p in PROMPTS]
 B, K = 6, 4
-_SEEDED: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+_SEEDED: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True}
 SAMPLED = [
     SamplingParams(**_SEEDED, temperature=1.0, seed=1),
     SamplingParams(**_SEEDED, temperature=0.6, seed=2),
@@ -33,10 +33,10 @@ SAMPLED = [
     SamplingParams(**_SEEDED, temperature=0.8, logit_bias={7: 2.0, 11: -3.0}, seed=6),
     SamplingParams(**_SEEDED, temperature=1.0, top_k=50, top_p=0.9, seed=7),
     SamplingParams(
-        **_SEEDED, temperature=1.0, min_tokens=9, stop_token_ids=list(range(1, 2048, 17)), seed=8
+        **_SEEDED, temperature=1.0, min_tokens=6, stop_token_ids=list(range(1, 2048, 17)), seed=8
     ),
 ]
-_SHORT: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True}
+_SHORT: dict[str, Any] = {"max_tokens": 11, "ignore_eos": True}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
 # Requests that are served as chains, beside some that are not.
 CHAINED = [
@@ -44,10 +44,10 @@ CHAINED = [
     SamplingParams(**_SHORT, temperature=1.0, frequency_penalty=0.7, presence_penalty=0.4, seed=1),
     SamplingParams(**_SHORT, temperature=0.0, bad_words=["ba", "ce"]),
     SamplingParams(
-        **_SHORT, temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[a-c]{12}")
+        **_SHORT, temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[a-c]{9}")
     ),
     SamplingParams(
-        max_tokens=14,
+        max_tokens=11,
         temperature=1.0,
         seed=2,
         structured_outputs=StructuredOutputsParams(json=_SCHEMA),
