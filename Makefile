@@ -40,13 +40,15 @@ venv: $(INSTALLED)
 demo: $(INSTALLED)
 	$(PY) -m vllm_uno.demo --mode $(MODE)
 
+# A test uses one thread. A file stays with one worker: its engines serve all of its tests.
+WORKERS ?= -n 2 --dist loadfile
 # Tests never reach for a hub: what they need is made or shipped.
 test test-all: export HF_HUB_OFFLINE := 1
 test: lint
-	$(PY) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest $(WORKERS) -m "not gpu and not slow" $(PYTEST_ARGS)
 
 test-all: lint
-	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check

@@ -7,7 +7,13 @@ projections), as one CUDA graph, by number of rows:
 
     base     cuBLAS alone: what plain vLLM's layers cost
     torch    the same plus the LoRA in plain PyTorch, as the draft view runs without the extension
-    fused    torch.ops.vllm_uno.uno_linear: base and LoRA
+    fused    torch.ops.vllm_uno.uno_linear: base and LoRA, as the draft view runs
+    stream   its one launch for few rows on Hopper GPUs
+    skinny   its one launch for few rows on others
+    three    A, base product, one pass for B: its way for more rows on Hopper GPUs
+    side     A on a side stream beside the base product, then one pass for B: on others
+    shrink   the base product and our A alone
+    expand   the base product and the pass for B alone
     punica   base plus vLLM's own LoRA kernels (shrink and expand), one adapter on every row
 
 Every figure is a ratio to `base` in the same run; `roof` is the bytes of weights and adapter at the
@@ -28,7 +34,14 @@ import torch
 import torch.nn.functional as F
 
 from vllm_uno.adapter import LinearLora
-from vllm_uno.lora_kernels import KernelLora, kernel_lora, sync_words
+from vllm_uno.lora_kernels import (
+    SKINNY_ROWS,
+    STREAM_ROWS,
+    KernelLora,
+    kernel_lora,
+    shrink_beside,
+    sync_words,
+)
 from vllm_uno.lora_linear import add_lora
 
 LAYERS = 36
@@ -41,6 +54,18 @@ SITES = (
     (12288, (4096,)),
 )
 BLOCK = 8
+KINDS = (
+    "base",
+    "torch",
+    "fused",
+    "stream",
+    "skinny",
+    "three",
+    "side",
+    "shrink",
+    "expand",
+    "punica",
+)
 
 
 def main() -> None:
@@ -53,8 +78,8 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kinds", nargs="+", default=["base", "torch", "fused", "punica"])
-    parser.add_argument("--out", type=Path, default=Path("kernels.json"))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--out", type=Path, default=Path("linear_kernels.json"))
     args = parser.parse_args()
     torch.manual_seed(0)
     layers = [[Site(columns, widths) for columns, widths in SITES] for _ in range(args.layers)]
@@ -68,6 +93,8 @@ def main() -> None:
         inputs = {c: torch.randn(rows, c, device="cuda", dtype=torch.bfloat16) for c, _ in SITES}
         graphs = {}
         for kind in args.kinds:
+            if rows > {"stream": STREAM_ROWS, "skinny": SKINNY_ROWS}.get(kind, rows):
+                continue
             try:
                 graphs[kind] = capture(functools.partial(run, layers, inputs, kind))
             except Exception as error:
@@ -128,15 +155,26 @@ def run(layers: list[list[Site]], inputs: dict[int, torch.Tensor], kind: str) ->
     for layer in layers:
         for site in layer:
             x = inputs[site.columns]
+            k, lora = site.kernel, site.lora
+            rest = (k.a, k.b, k.end0, k.end1, BLOCK, site.sync)
             if kind == "fused":
-                k = site.kernel
-                torch.ops.vllm_uno.uno_linear(
-                    x, site.weight, None, k.a, k.b, k.end0, k.end1, BLOCK, site.sync
-                )
+                torch.ops.vllm_uno.uno_linear(x, site.weight, None, *rest)
                 continue
-            out = F.linear(x, site.weight)
-            lora = site.lora
-            if kind == "torch":
+            if kind in ("stream", "skinny"):
+                name = {"stream": "uno_linear_sm90", "skinny": "uno_linear_skinny"}[kind]
+                getattr(torch.ops.vllm_uno, name)(x, site.weight, x.new_empty(0), *rest)
+                continue
+            if kind == "side":
+                out, h = shrink_beside(x, k.a, site.weight, None)
+            else:
+                if kind in ("three", "shrink"):
+                    h = torch.ops.vllm_uno.lora_shrink_sm90(x, k.a, BLOCK)
+                else:
+                    h = x[:, : k.a.shape[0]]  # any numbers do
+                out = F.linear(x, site.weight)
+            if kind in ("side", "three", "expand"):
+                torch.ops.vllm_uno.lora_expand_(out, h, k.b, k.end0, k.end1, BLOCK)
+            elif kind == "torch":
                 add_lora(out, x, lora.a, list(lora.b), lora.out_slices, lora.rank_slices, BLOCK)
             elif kind == "punica":
                 punica(site, x, out)

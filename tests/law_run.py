@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from law import LawResult, holm, law_test, processed_law
@@ -385,7 +386,13 @@ def run_setting(
     if speculates:
         running.speculator.counters.reset()
     begin = time.perf_counter()
-    with sabotaged(sabotage)():
+    # A sabotage of the draft's sampling does not reach into captured graphs.
+    eager = (
+        mock.patch.object(running.speculator, "sampling_graphs", None)
+        if sabotage in SABOTAGES
+        else nullcontext()
+    )
+    with sabotaged(sabotage)(), eager:
         samples = collect(running, setting, requests, tokens)
     middle = time.perf_counter()
     acceptance = conditional_acceptance(running) if speculates else []

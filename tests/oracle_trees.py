@@ -108,7 +108,7 @@ def drafted_trees(speculator: Any) -> Iterator[list[DraftedTree]]:
     def record(hidden_states: torch.Tensor, batch: Any, out: torch.Tensor) -> None:
         sample(hidden_states, batch, out)
         for request, slot in enumerate(batch.idx_mapping_np.tolist()):
-            if batch.drafting[request]:
+            if speculator.rows.drafting[request]:
                 records.append(
                     DraftedTree(
                         context=int(batch.positions[request * block]),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -28,29 +29,29 @@ class DraftRecord:
 @contextmanager
 def draft_records(speculator: Any) -> Iterator[list[DraftRecord]]:
     """Records every draft pass of an in-process `UnoProposer` while it is open."""
-    sampler = speculator.draft_sampler
-    law, block = sampler._draft_law, sampler.block_size
+    block, buffers = speculator.block_size, speculator.input_buffers
+    compute_logits = speculator.compute_logits
     records: list[DraftRecord] = []
 
-    def record(logits: torch.Tensor, batch: Any, start: int, stop: int) -> torch.Tensor:
-        rows = slice(start * block, stop * block)
-        shape = (stop - start, block)
+    def record(hidden_states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = compute_logits(hidden_states)
+        shape = (len(logits) // block, block)
+        rows = slice(0, len(logits))  # small batches: one part
         records.append(
             DraftRecord(
-                context=batch.positions[rows].view(shape)[:, 0].tolist(),
-                ids=batch.input_ids[rows].view(shape).long().cpu(),
+                context=buffers.positions[rows].view(shape)[:, 0].tolist(),
+                ids=buffers.input_ids[rows].view(shape).long().cpu(),
                 logits=logits.float().view(*shape, -1).cpu().clone(),
             )
         )
-        return law(logits, batch, start, stop)
+        return logits
 
-    sampler._draft_law = record
-    sampler._bare_argmax = lambda slots: False  # the shortcut makes no full-width logits
-    try:
+    with (
+        mock.patch.object(speculator, "compute_logits", record),
+        # A replayed graph calls nothing.
+        mock.patch.object(speculator, "sampling_graphs", None),
+    ):
         yield records
-    finally:
-        sampler._draft_law = law
-        del sampler._bare_argmax
 
 
 # For `llm.collective_rpc`, where the engine is in other processes.

@@ -171,6 +171,22 @@ def greedy(llm: Any, result: dict[str, Any]) -> None:
         llm.generate(prompts[:n], short, use_tqdm=False)
 
 
+def verify_kernels(runner: Any, num_reqs: int = 8) -> list[str]:
+    """Kernels of the verify graph for `num_reqs` requests, in order. Overwrites KV: comes last."""
+    import torch
+
+    manager = runner.cudagraph_manager
+    rows = num_reqs * runner.decode_query_len
+    desc = manager.dispatch(num_reqs, rows, runner.decode_query_len)
+    assert desc.cg_mode.name == "FULL" and desc.num_tokens == rows, desc
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        manager.run_fullgraph(desc)
+        torch.cuda.synchronize()
+    found = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e.name for e in sorted(found, key=lambda e: e.time_range.start)]
+
+
 def relative_error(got: Any, want: Any) -> float:
     """Largest of the rows' ||got - want|| / ||want||."""
     return float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
@@ -277,7 +293,9 @@ def main() -> None:
         sampled(llm, runner, result)
     else:
         greedy(llm, result)
-    result["graphs"] = counts
+    result["graphs"] = dict(counts)
+    if counts.get("verify FULL") and not args.oracle and not args.sampled:
+        result["verify_kernels"] = verify_kernels(runner)
     if args.method == "uno":
         from vllm_uno.inspect_engine import draft_stats
 

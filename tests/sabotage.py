@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm_uno.draft_law import LawRows
 
 RESIDUAL_OFF_BY_ONE = "residual-off-by-one"
 RESIDUAL_IS_P = "residual-is-p"
 BONUS_FROM_LAST_DRAFT_ROW = "bonus-from-last-draft-row"
 
 _REJECTION_SAMPLE = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
-_DRAFT_GUMBEL_SAMPLE = "vllm_uno.draft_sampling.gumbel_sample"
+_DRAFT_ROWS = "vllm_uno.draft_sampling.sample_draft_rows"
 
 
 class TorchRejectionSampler:
@@ -134,31 +138,27 @@ def _rejection_test(sabotage: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _draft_sampling(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Alter the arguments with which our draft sampler calls vLLM's `gumbel_sample`."""
+def _draft_sampling(change: Callable[[LawRows], LawRows]) -> Iterator[None]:
+    """Alter what our draft sampler draws by; a graph captured before does not see it."""
     from vllm_uno import draft_sampling
 
-    original = draft_sampling.gumbel_sample
-    names = ("logits", "expanded_idx_mapping", "temperature", "seed", "pos")
+    original = draft_sampling.sample_draft_rows
 
-    def altered(*args: Any, **kwargs: Any) -> torch.Tensor:
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        change(arguments)
-        sampled: torch.Tensor = original(**arguments)
-        return sampled
+    def altered(logits: torch.Tensor, rows: LawRows, *args: Any, **kwargs: Any) -> None:
+        original(logits, change(rows), *args, **kwargs)
 
-    with mock.patch(_DRAFT_GUMBEL_SAMPLE, altered):
+    with mock.patch(_DRAFT_ROWS, altered):
         yield
 
 
-def _share_noise(arguments: dict[str, Any]) -> None:
-    arguments["is_drafting"] = False  # the key of the verifier's own draw at this position
+def _share_noise(rows: LawRows) -> LawRows:
+    # vLLM adds 2^30 to a draft's position: the key of the verifier's own draw is left.
+    return replace(rows, positions=rows.positions - 2**30)
 
 
-def _ignore_temperature(arguments: dict[str, Any]) -> None:
+def _ignore_temperature(rows: LawRows) -> LawRows:
     # What is cached stays: the test divides it by the temperature, the draw did not.
-    temperature = arguments["temperature"]
-    arguments["temperature"] = torch.where(temperature > 0, torch.ones_like(temperature), 0.0)
+    return replace(rows, temperature=(rows.temperature > 0).float())
 
 
 SABOTAGES: dict[str, Callable[[], AbstractContextManager[None]]] = {

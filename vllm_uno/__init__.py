@@ -4,7 +4,7 @@ Method: *Unlocking Lossless Speedups in LLMs via Discrete Diffusion* (arXiv
 2609.04010). The data's path through the package:
 
 `config` -> `vllm_hooks` -> `draft_view` (+ `adapter`, `lora_linear`) ->
-`proposer` (+ `draft_inputs`, `draft_sampling`, `draft_graphs`) -> vLLM's own
+`proposer` (+ `draft_inputs`, `draft_sampling`, `draft_law`, `draft_graphs`) -> vLLM's own
 rejection sampler (`verification`) -> `metrics`. Tree mode (`tree`) has its own drafting,
 attention and verification between the same draft pass and metrics.
 """

@@ -12,7 +12,9 @@ sampled one, and row 0, the base model's own next-token law, is processed as the
 target's: q = p there. Noise rows take the same processing with the request's
 state at the seed (their left neighbours are not known yet).
 
-vLLM's own kernels do all of it: what its sampler is, ours is.
+vLLM's own processors make z; `draft_law` does the rest, and nothing but the rest
+where no request of the batch has a processor: such a *plain* batch depends on
+device state only, so its sampling can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,40 +26,38 @@ import numpy as np
 import torch
 
 from vllm_uno.draft_head import ReducedHead
+from vllm_uno.draft_law import LawRows, sample_draft_rows
 from vllm_uno.vllm_hooks.runner_api import (
+    BadWordsState,
+    LogitBiasState,
     LogitsContext,
+    PenaltiesState,
     Sampler,
     get_max_chunk_logits,
-    gumbel_sample,
-    tl,
-    triton,
 )
+
+# The head reads its weights once a part, which at so many rows is hidden behind its arithmetic;
+# more rows at a time would only hold more logits (156 MB in bf16 at 152k tokens).
+HEAD_ROWS = 512
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """The rows of one draft pass, request by request (layout: draft_inputs.py).
+    """The requests of one draft pass, for processors (row layout: draft_inputs.py).
 
     Attributes:
         idx_mapping: int64 [n], batch row -> request-state slot.
         idx_mapping_np: the same on the host.
         seq_lens_upper_bound_np: int [n], host bound on tokens up to the seed row.
-        row_request: int64 [n * B], slot of each row; -1 writes nothing.
         input_ids: int32 [n * B].
         positions: int64 [n * B].
-        drafting: bool [n]; a request that does not draft proposes token 0 surely.
-        some_inert: host-known: whether `drafting` may hold a False that verification
-            will look at.
     """
 
     idx_mapping: torch.Tensor
     idx_mapping_np: np.ndarray
     seq_lens_upper_bound_np: np.ndarray
-    row_request: torch.Tensor
     input_ids: torch.Tensor
     positions: torch.Tensor
-    drafting: torch.Tensor
-    some_inert: bool
 
 
 class DraftSampler:
@@ -65,7 +65,7 @@ class DraftSampler:
 
     Args:
         sampler: the target's sampler, for the requests' sampling state.
-        block_size: B.
+        rows: B, and what each row's law depends on.
         draft_logits: fp32 [max_num_reqs, B, V] cache of the draft laws, read by
             vLLM's rejection sampler; None for greedy proposals (`draft_sample_method`).
         reduced: the reduced draft head, which is then also `compute_logits` below.
@@ -74,14 +74,60 @@ class DraftSampler:
     def __init__(
         self,
         sampler: Sampler,
-        block_size: int,
+        rows: LawRows,
         draft_logits: torch.Tensor | None,
         reduced: ReducedHead | None = None,
     ) -> None:
         self.sampler = sampler
-        self.block_size = block_size
+        self.rows = rows
+        self.block_size = rows.block_size
         self.draft_logits = draft_logits
         self.reduced = reduced
+
+    def is_plain(self, slots_np: np.ndarray) -> bool:
+        """Host-known: no processor acts on the logits of these requests before temperature."""
+        sampler = self.sampler
+        if not np.any(sampler.needs_logits_processing[slots_np]):
+            return True
+        for processor in sampler.logits_processors:
+            if isinstance(processor, LogitBiasState):
+                acts = processor.use_logit_bias
+            elif isinstance(processor, PenaltiesState):
+                acts = processor.use_penalty
+            elif isinstance(processor, BadWordsState):
+                acts = processor.num_bad_words.np
+            else:  # a user's own: nothing is known of it
+                return False
+            if np.any(acts[slots_np]):
+                return False
+        budget = sampler.thinking_budget_state
+        return not (budget.enabled and np.any(budget.use_thinking_budget[slots_np]))
+
+    def sample_plain(
+        self,
+        hidden_states: torch.Tensor,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        out: torch.Tensor,
+        filters: bool = True,
+    ) -> None:
+        """Write one token per row of a plain batch. May be captured.
+
+        Args:
+            hidden_states: [n * B, H].
+            compute_logits: hidden states -> logits [rows, V].
+            out: int64 [n, B].
+            filters: False where the host knows that no request uses min_p, top-k or top-p.
+        """
+        block = self.block_size
+        step = max(1, HEAD_ROWS // block)
+        for start in range(0, len(out), step):
+            stop = min(start + step, len(out))
+            rows = hidden_states[start * block : stop * block]
+            if self.reduced is not None and self.draft_logits is None:
+                # The likeliest token is all that is asked: no logits of full width.
+                out[start:stop] = self.reduced.argmax(rows).view(-1, block)
+                continue
+            self._sample(compute_logits(rows), start, stop, out, filters)
 
     def __call__(
         self,
@@ -90,74 +136,45 @@ class DraftSampler:
         batch: DraftBatch,
         out: torch.Tensor,
     ) -> None:
-        """Write one token per row.
-
-        Args:
-            hidden_states: [n * B, H].
-            compute_logits: hidden states -> logits [rows, V].
-            batch: the rows.
-            out: int64 [n, B].
-        """
+        """Write one token per row of any batch; arguments as `sample_plain`'s."""
         block = self.block_size
-        num_reqs = len(batch.idx_mapping_np)
-        vocab_size = self.sampler.sampling_states.vocab_size
+        slots_np = batch.idx_mapping_np
+        states = self.sampler.sampling_states
+        filters = bool(
+            np.any(states.top_k.np[slots_np] != states.vocab_size)
+            or np.any(states.top_p.np[slots_np] != 1.0)
+            or np.any(states.min_p.np[slots_np] != 0.0)
+        )
+        if self.is_plain(slots_np):
+            self.sample_plain(hidden_states, compute_logits, out, filters)
+            return
         # As vLLM's verification: at most 1 GiB of fp32 logits at a time.
-        step = max(1, get_max_chunk_logits(vocab_size) // block)
-        for start in range(0, num_reqs, step):
-            stop = min(start + step, num_reqs)
-            rows = slice(start * block, stop * block)
-            if self.reduced is not None and self._bare_argmax(batch.idx_mapping_np[start:stop]):
-                out[start:stop] = self.reduced.argmax(hidden_states[rows]).view(-1, block)
-                continue
-            logits = compute_logits(hidden_states[rows])
-            out[start:stop] = self._sample(logits, batch, start, stop).view(stop - start, block)
-
-    def _bare_argmax(self, slots_np: np.ndarray) -> bool:
-        """Whether these requests' drafts are the argmax of unprocessed logits."""
-        temperature = self.sampler.sampling_states.temperature.np[slots_np]
-        certain = self.draft_logits is None or bool(np.all(temperature == 0.0))
-        return certain and not np.any(self.sampler.needs_logits_processing[slots_np])
+        step = max(1, min(HEAD_ROWS, get_max_chunk_logits(states.vocab_size)) // block)
+        for start in range(0, len(out), step):
+            stop = min(start + step, len(out))
+            logits = compute_logits(hidden_states[start * block : stop * block])
+            z = self._process(logits, batch, start, stop)
+            self._sample(z, start, stop, out, filters)
 
     def _sample(
-        self, logits: torch.Tensor, batch: DraftBatch, start: int, stop: int
-    ) -> torch.Tensor:
-        block = self.block_size
-        rows = slice(start * block, stop * block)
-        slots_np = batch.idx_mapping_np[start:stop]
-        states = self.sampler.sampling_states
-        z = self._draft_law(logits, batch, start, stop)
-        # Verification tests a greedy request by argmax and never reads its law.
-        all_greedy = bool(np.all(states.temperature.np[slots_np] == 0.0))
-        if self.draft_logits is None or all_greedy:
-            # A certain proposal: its law is one-hot at whatever it proposes.
-            return z.argmax(dim=-1)
-        if z.dtype != torch.float32:
-            z = z.float()
-        if batch.some_inert:
-            propose_token_zero(z, batch.drafting[start:stop], block)
-        column = torch.arange(block, dtype=torch.int32, device=z.device).repeat(stop - start)
-        return gumbel_sample(
-            z,
-            batch.row_request[rows],
-            states.temperature.gpu,
-            states.seeds.gpu,
-            batch.positions[rows],
-            apply_temperature=True,
-            is_drafting=True,
-            logits_cache=self.draft_logits,
-            logits_cache_col=column,
+        self, logits: torch.Tensor, start: int, stop: int, out: torch.Tensor, filters: bool
+    ) -> None:
+        """Laws and tokens of requests start ... stop-1 from their z, [(stop - start) * B, V]."""
+        sample_draft_rows(
+            logits,
+            self.rows.part(start, stop),
+            self.draft_logits,
+            out[start:stop].view(-1),
+            filters=filters,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
 
-    def _draft_law(
+    def _process(
         self, logits: torch.Tensor, batch: DraftBatch, start: int, stop: int
     ) -> torch.Tensor:
-        """z of the module's docstring for requests start ... stop-1: [(stop - start) * B, V]."""
+        """z of the module's docstring, before filters: fp32 [(stop - start) * B, V]."""
         sampler = self.sampler
         block = self.block_size
-        slots_np = batch.idx_mapping_np[start:stop]
-        if not np.any(sampler.needs_logits_processing[slots_np]):
-            return logits
         rows = slice(start * block, stop * block)
         # Real slots also for inert rows: kernels load parameters by it.
         row_slot = batch.idx_mapping[start:stop].repeat_interleave(
@@ -166,7 +183,7 @@ class DraftSampler:
         context = LogitsContext(
             expanded_idx_mapping=row_slot,
             idx_mapping=batch.idx_mapping[start:stop],
-            idx_mapping_np=slots_np,
+            idx_mapping_np=batch.idx_mapping_np[start:stop],
             # 0: no row looks back over draft tokens.
             expanded_local_pos=torch.zeros(
                 logits.shape[0], dtype=torch.int32, device=logits.device
@@ -181,40 +198,4 @@ class DraftSampler:
         sampler.thinking_budget_state.apply(z, context)
         if self.reduced is not None:
             self.reduced.revive(z)
-
-        states = sampler.sampling_states
-        filters = (
-            np.any(states.top_k.np[slots_np] != states.vocab_size)
-            or np.any(states.top_p.np[slots_np] != 1.0)
-            or np.any(states.min_p.np[slots_np] != 0.0)
-        )
-        if not filters:
-            return z
-        kept = z.clone()
-        states.apply_temperature(kept, row_slot, slots_np)
-        states.apply_min_p(kept, row_slot, slots_np)
-        kept = states.apply_top_k_top_p(kept, row_slot, slots_np)
-        return z.masked_fill_(kept == float("-inf"), float("-inf"))
-
-
-@triton.jit
-def _token_zero_kernel(z_ptr, z_stride, drafting_ptr, vocab_size, B: tl.constexpr, N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(drafting_ptr + row // B) != 0:
-        return
-    token = tl.program_id(1) * N + tl.arange(0, N)
-    law = tl.where(token == 0, 0.0, float("-inf"))
-    tl.store(z_ptr + row * z_stride + token, law, mask=token < vocab_size)
-
-
-def propose_token_zero(z: torch.Tensor, drafting: torch.Tensor, block_size: int) -> None:
-    """Make the law of rows that do not draft one-hot at token 0.
-
-    Such a request still has draft tokens scheduled. Testing token 0 against
-    another law (a stale one) would bias its output.
-    """
-    num_rows, vocab_size = z.shape
-    width = 4096
-    _token_zero_kernel[(num_rows, triton.cdiv(vocab_size, width))](
-        z, z.stride(0), drafting, vocab_size, B=block_size, N=width
-    )
+        return z

@@ -6,8 +6,9 @@ Two functional operators, opaque to torch.compile, which trace with any number o
 
 `torch.ops.vllm_uno.uno_linear`  plain weights. Few rows are one launch: up to `STREAM_ROWS` on
     Hopper GPUs (csrc/cuda/uno_linear_sm90.cu), up to `SKINNY_ROWS` on others
-    (csrc/cuda/uno_linear.cu). Above, A runs on a side stream beside cuBLAS's base product, and one
-    pass adds the B side of every packed layer.
+    (csrc/cuda/uno_linear.cu). Above, three: A, cuBLAS's base product, and one pass that adds the B
+    side of every packed layer. A is a kernel of ours on Hopper; on others cuBLAS runs it on a side
+    stream, beside the base product.
 `torch.ops.vllm_uno.lora_add`    behind any other base layer (a quantised one), on its output.
 
 Both have a plain PyTorch version: on the CPU, and as the oracle of their tests.
@@ -169,7 +170,7 @@ def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
     return _SIDE_STREAMS[key]
 
 
-def _shrink_beside(
+def shrink_beside(
     x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The base product, and A's on the side stream meanwhile: ([M, out], [M, S * R])."""
@@ -189,9 +190,13 @@ def _shrink_beside(
 def _streams(weight: torch.Tensor) -> bool:
     """Whether `uno_linear_sm90` takes this layer."""
     device = torch.cuda.get_device_properties(weight.device)
-    return (device.major, device.minor) == (9, 0) and (
+    return _is_hopper(weight.device) and (
         weight.shape[0] <= _STREAM_COLUMNS * device.multi_processor_count
     )
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _uno_linear_cuda(
@@ -214,8 +219,13 @@ def _uno_linear_cuda(
             else torch.ops.vllm_uno.uno_linear_skinny
         )
         return one_launch(x, weight, no_bias, a, b, end0, end1, block_size, sync)
-    base, h = _shrink_beside(x, a, weight, bias)
-    return torch.ops.vllm_uno.lora_expand(base, h, b, end0, end1, block_size)
+    if few == STREAM_ROWS:
+        h = torch.ops.vllm_uno.lora_shrink_sm90(x, a, block_size)
+        base = F.linear(x, weight, bias)
+    else:
+        base, h = shrink_beside(x, a, weight, bias)
+    # In place: nobody else has seen it, and at many rows it lies in the second-level cache.
+    return torch.ops.vllm_uno.lora_expand_(base, h, b, end0, end1, block_size)
 
 
 def _lora_add_cuda(
@@ -227,7 +237,9 @@ def _lora_add_cuda(
     end1: int,
     block_size: int,
 ) -> torch.Tensor:
-    return torch.ops.vllm_uno.lora_expand(base, x @ a.t(), b, end0, end1, block_size)
+    shrink = torch.ops.vllm_uno.lora_shrink_sm90 if _is_hopper(x.device) else lora_shrink_reference
+    h = shrink(x, a, block_size)
+    return torch.ops.vllm_uno.lora_expand(base, h, b, end0, end1, block_size)
 
 
 def _uno_linear_cpu(

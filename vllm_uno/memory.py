@@ -98,10 +98,11 @@ def sampling_peak(
     draft_logits: Callable[[torch.Tensor], torch.Tensor],
     verify_logits: Callable[[torch.Tensor], torch.Tensor],
     hidden_states: torch.Tensor,
-    max_num_reqs: int,
-    block_size: int,
+    *,
+    draft_rows: int,
+    filtered_rows: int,
     verify_rows: int,
-    max_chunk_rows: int,
+    chunk_rows: int,
 ) -> None:
     """Hold for a moment what the largest batch's draft and verification sampling hold.
 
@@ -112,22 +113,19 @@ def sampling_peak(
     Args:
         draft_logits, verify_logits: [rows, H] -> [rows, V], the two heads.
         hidden_states: [any, H], for dtype, device and H.
-        max_num_reqs: requests of a batch.
-        block_size: B.
-        verify_rows: of a request.
-        max_chunk_rows: rows that are processed in fp32 at a time.
+        draft_rows: whose logits are held, and processed in fp32, at a time.
+        filtered_rows: of these, whose z / T is held at a time.
+        verify_rows: of the largest batch, whose logits are held all at once.
+        chunk_rows: of these, processed in fp32 at a time.
     """
     hidden_size = hidden_states.shape[-1]
-    draft_rows = min(max_num_reqs * block_size, max_chunk_rows)
     logits = draft_logits(hidden_states.new_zeros(draft_rows, hidden_size))
-    # z, the filtered copy that decides what is kept, and the mask between them.
-    held = [torch.empty_like(logits, dtype=kind) for kind in _DRAFT_COPIES]
+    # z, and z / T of the rows that are filtered at a time.
+    held = [
+        torch.empty_like(rows, dtype=torch.float32) for rows in (logits, logits[:filtered_rows])
+    ]
     del logits, held
-    logits = verify_logits(hidden_states.new_zeros(max_num_reqs * verify_rows, hidden_size))
-    chunk = logits[:max_chunk_rows]
-    held = [torch.empty_like(chunk, dtype=kind) for kind in _VERIFY_COPIES]
+    logits = verify_logits(hidden_states.new_zeros(verify_rows, hidden_size))
+    chunk = logits[:chunk_rows]
+    held = [torch.empty_like(chunk, dtype=torch.float32) for _ in range(2)]
     del logits, chunk, held
-
-
-_DRAFT_COPIES = (torch.float32, torch.float32, torch.bool)
-_VERIFY_COPIES = (torch.float32, torch.float32)

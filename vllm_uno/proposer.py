@@ -23,10 +23,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
-from vllm_uno.draft_graphs import capture_draft_graphs, covered_requests
+from vllm_uno.draft_graphs import (
+    capture_draft_graphs,
+    capture_sampling_graphs,
+    covered_requests,
+)
 from vllm_uno.draft_head import ReducedHead
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
-from vllm_uno.draft_sampling import DraftBatch, DraftSampler
+from vllm_uno.draft_law import FILTER_ROWS, LawRows
+from vllm_uno.draft_sampling import HEAD_ROWS, DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.draft_vocab import read_draft_vocab
 from vllm_uno.memory import footprint, sampling_peak
@@ -94,6 +99,8 @@ class UnoProposer(DraftModelSpeculator):
         )
         self.counters = DraftCounters(self.block_size, device)
         self.cudagraph_manager: CudaGraphManager | None = None
+        self.sampling_graphs: CudaGraphManager | None = None
+        self._graph_scratch: list[torch.Tensor] = []
         self.draft_sampler: DraftSampler | None = None
         self.reduced_head: ReducedHead | None = None
         self._checked_loras = False
@@ -177,9 +184,14 @@ class UnoProposer(DraftModelSpeculator):
         self._tell_memory()
 
     def _set_sampler(self, sampler: Sampler) -> None:
-        self.draft_sampler = DraftSampler(
-            sampler, self.block_size, self.draft_logits, self.reduced_head
+        law_rows = LawRows.allocate(
+            self.block_size,
+            self.vocab_size,
+            request=self.rows.request,
+            positions=self.input_buffers.positions,
+            drafting=self.rows.drafting,
         )
+        self.draft_sampler = DraftSampler(sampler, law_rows, self.draft_logits, self.reduced_head)
 
     def _tell_memory(self) -> None:
         if self._told_memory:  # vLLM sets attention up twice, once to profile graphs
@@ -220,15 +232,18 @@ class UnoProposer(DraftModelSpeculator):
                 support.min_cg_attn_backend,
             )
             full = False
-        self.cudagraph_manager = CudaGraphManager(
-            self.vllm_config,
-            self.device,
-            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-            decode_query_len=self.block_size,
+        self.cudagraph_manager, self.sampling_graphs = (
+            CudaGraphManager(
+                self.vllm_config,
+                self.device,
+                CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+                decode_query_len=self.block_size,
+            )
+            for _ in range(2)
         )
 
     def capture(self) -> None:
-        assert self.cudagraph_manager is not None
+        assert self.cudagraph_manager is not None and self.sampling_graphs is not None
         free_before = torch.accelerator.get_memory_info()[0]
         capture_draft_graphs(
             self.cudagraph_manager,
@@ -241,6 +256,7 @@ class UnoProposer(DraftModelSpeculator):
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
         )
+        self._capture_sampling()
         graphs = max(0, free_before - torch.accelerator.get_memory_info()[0])
         self._warm_up()
         compilation = self.vllm_config.compilation_config
@@ -256,6 +272,10 @@ class UnoProposer(DraftModelSpeculator):
             else 0,
             self.max_num_reqs,
         )
+
+    def _capture_sampling(self) -> None:
+        assert self.sampling_graphs is not None
+        self._graph_scratch = capture_sampling_graphs(self.sampling_graphs, self._sample_plain)
 
     def _warm_up(self) -> None:
         if self._warmed_up:
@@ -316,6 +336,15 @@ class UnoProposer(DraftModelSpeculator):
     ) -> None:
         hidden_states = self._forward(num_rows, attn_metadata, slots_by_layer)
         self.hidden_states[:num_rows].copy_(hidden_states)
+
+    def _sample_plain(self, num_reqs: int) -> None:
+        """Plain draft tokens of the first `num_reqs` requests, from their hidden states."""
+        assert self.draft_sampler is not None
+        self.draft_sampler.sample_plain(
+            self.hidden_states[: num_reqs * self.block_size],
+            self.compute_logits,
+            self.draft_tokens[:num_reqs],
+        )
 
     @torch.inference_mode()
     def propose(
@@ -385,6 +414,10 @@ class UnoProposer(DraftModelSpeculator):
             live=not dummy_run,
             verified_depths=self.verified_depths,
         )
+        if self.draft_sampler is not None:
+            self.draft_sampler.rows.gather(
+                input_batch.idx_mapping, self.draft_sampler.sampler.sampling_states, padded_reqs
+            )
         if full_graph and self.supports_decode_metadata_update:
             draft_metadata = None  # refreshed inside the graph
         else:
@@ -404,17 +437,22 @@ class UnoProposer(DraftModelSpeculator):
         if dummy_run:
             return self.draft_tokens[:num_reqs]
 
-        seq_lens_np = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
+        slots_np = input_batch.idx_mapping_np[:num_reqs]
+        if (
+            full_graph
+            and self.draft_sampler is not None
+            and self.sampling_graphs is not None
+            and desc in self.sampling_graphs.graphs
+            and self.draft_sampler.is_plain(slots_np)
+        ):
+            self.sampling_graphs.run_fullgraph(desc)
+            return self.draft_tokens[:num_reqs]
         batch = DraftBatch(
             idx_mapping=input_batch.idx_mapping,
-            idx_mapping_np=input_batch.idx_mapping_np[:num_reqs],
-            seq_lens_upper_bound_np=seq_lens_np + block,
-            row_request=self.rows.request[:num_rows],
+            idx_mapping_np=slots_np,
+            seq_lens_upper_bound_np=input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy() + block,
             input_ids=self.input_buffers.input_ids[:num_rows],
             positions=self.input_buffers.positions[:num_rows],
-            drafting=self.rows.drafting[:num_reqs],
-            # The bound counts every draft as accepted; it only errs towards True.
-            some_inert=bool(seq_lens_np.max() + block > self._length_limit()),
         )
         self._sample(hidden_states, batch, self.draft_tokens[:num_reqs])
         return self.draft_tokens[:num_reqs]
@@ -457,7 +495,7 @@ class UnoProposer(DraftModelSpeculator):
     ) -> dict[str, Any] | None:
         num_reqs = input_batch.num_reqs
         block = self.block_size
-        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().max())
         self.draft_max_seq_len = min(longest + block, self._length_limit())
         num_tokens = desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else num_reqs * block
         return self._build_attn_metadata(
@@ -484,13 +522,14 @@ class UnoProposer(DraftModelSpeculator):
         # has in common with it come out the same, and their binaries from Triton's cache.
         hidden_states = self._forward(self.max_num_tokens, None, None)
         if not current_platform.is_cpu():
+            chunk_rows = get_max_chunk_logits(self.vocab_size)
             sampling_peak(
                 self.compute_logits,
                 # Not the target's own: a user's LoRA knows the profile's few sampled rows only.
                 self.reduced_head.whole if self.reduced_head else self.compute_logits,
                 hidden_states,
-                self.max_num_reqs,
-                self.block_size,
-                self.num_speculative_steps + 1,
-                get_max_chunk_logits(self.vocab_size),
+                draft_rows=min(self.max_num_reqs * self.block_size, HEAD_ROWS, chunk_rows),
+                filtered_rows=FILTER_ROWS,
+                verify_rows=self.max_num_reqs * (self.num_speculative_steps + 1),
+                chunk_rows=chunk_rows,
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_uno.draft_sampling import propose_token_zero
+from vllm_uno.draft_law import LawRows, sample_draft_rows
 from vllm_uno.vllm_hooks.runner_api import Sampler, apply_top_k_top_p, rejection_sample
 
 # Up to 64 rows vLLM splits a row's top-p among programs, the more the fewer the rows: a
@@ -54,11 +54,34 @@ def warm_up_sampling(
             block_size,
             use_fp64=sampler.use_fp64_gumbel,
         )
+    warm_up_filters(vocab_size, device)
+    # Laws of nobody (slot -1): nothing is written.
+    law_rows = LawRows.allocate(
+        block_size,
+        vocab_size,
+        request=torch.full((block_size,), -1, dtype=torch.int64, device=device),
+        positions=torch.arange(block_size, device=device),
+        drafting=torch.zeros(1, dtype=torch.bool, device=device),
+    )
+    out = torch.empty(block_size, dtype=torch.int64, device=device)
+    for logits_dtype in {dtype, torch.float32}:
+        logits = torch.zeros(block_size, vocab_size, dtype=logits_dtype, device=device)
+        for filters in (False, True):
+            sample_draft_rows(
+                logits,
+                law_rows,
+                draft_logits,
+                out,
+                filters=filters,
+                use_fp64=sampler.use_fp64_gumbel,
+            )
+
+
+def warm_up_filters(vocab_size: int, device: torch.device) -> None:
+    """Run vLLM's top-k and top-p once for each variant of their kernels."""
     for count in _ROW_COUNTS:
         k = torch.full((count,), 2, dtype=torch.int32, device=device)
         p = torch.full((count,), 0.5, device=device)
         for top_k, top_p in ((k, None), (None, p), (k, p)):
             logits = torch.randn(count, vocab_size, device=device)
             apply_top_k_top_p(logits, top_k, top_p)
-    z = torch.zeros(block_size, vocab_size, device=device)
-    propose_token_zero(z, torch.zeros(1, dtype=torch.bool, device=device), block_size)

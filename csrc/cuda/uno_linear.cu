@@ -459,17 +459,29 @@ void expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, 
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-Tensor lora_expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, int64_t end1,
-                   int64_t block_size) {
+void expand_into(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, int64_t end1,
+                 int64_t block_size, const Tensor& y) {
   const torch::stable::accelerator::DeviceGuard guard(base.get_device_index());
-  Tensor y = torch::stable::new_empty(base, {base.size(0), base.size(1)});
-  if (base.size(0) == 0) return y;
+  if (base.size(0) == 0) return;
   if (base.scalar_type() == ScalarType::BFloat16) {
     expand<__nv_bfloat16>(base, h, b, end0, end1, block_size, y);
   } else {
     expand<__half>(base, h, b, end0, end1, block_size, y);
   }
+}
+
+Tensor lora_expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, int64_t end1,
+                   int64_t block_size) {
+  Tensor y = torch::stable::new_empty(base, {base.size(0), base.size(1)});
+  expand_into(base, h, b, end0, end1, block_size, y);
   return y;
+}
+
+// In place: each value is read and written by one thread.
+Tensor lora_expand_inplace(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0,
+                           int64_t end1, int64_t block_size) {
+  expand_into(base, h, b, end0, end1, block_size, base);
+  return base;
 }
 
 }  // namespace
@@ -478,4 +490,5 @@ Tensor lora_expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t
 STABLE_TORCH_LIBRARY_IMPL(vllm_uno, CUDA, m) {
   m.impl("uno_linear_skinny", TORCH_BOX(&vllm_uno::uno_linear_skinny));
   m.impl("lora_expand", TORCH_BOX(&vllm_uno::lora_expand));
+  m.impl("lora_expand_", TORCH_BOX(&vllm_uno::lora_expand_inplace));
 }

@@ -1,4 +1,5 @@
-// Linear layers of the draft pass with their row-gated LoRA, for up to 64 rows on Hopper GPUs.
+// Linear layers of the draft pass with their row-gated LoRA on Hopper GPUs: whole for up to 64 rows
+// (`uno_linear_sm90`), and for more rows their A (`lora_shrink_sm90`).
 //
 //     y[n] = x[n] W^T + bias + gate(n) h[n] B^T,   h[n] = x[n] A^T,   gate(n) = n % block_size != 0
 //
@@ -15,6 +16,11 @@
 //
 // The weights do not depend on the kernel before: their first loads are issued while it ends
 // (programmatic dependent launch).
+//
+// With many rows a library's product is the better one for W, but not for A: few columns are few
+// tiles, each with all of K to go through, and beside W's product they take it the multiprocessors
+// that its last wave needs. `lora_shrink_sm90` cuts K into up to eight parts, whose thread blocks
+// add up their sums through each other's shared memory (a cluster).
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -62,6 +68,15 @@ struct Stream {
   int lo, hi_blocks, groups;  // groups of W: lo in each block, one more in the first hi_blocks; most
   int a_groups, stages, chunks_per_stage;
 };
+
+struct Shrink {
+  CUtensorMap x, a;  // boxes of 64 rows
+  void* h;
+  int rows, columns, block_size, a_tiles, chunks, chunks_per_part, parts;
+};
+
+constexpr int kShrinkStages = 4;
+constexpr int kShrinkBytes = kShrinkStages * 2 * kTileBytes + 1024;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -398,6 +413,87 @@ __device__ void multiply(const Stream& p, const Share& s, Ring ring, uint8_t* sh
   }
 }
 
+// One thread block: 64 rows of A by 64 rows of x over one part of K; the parts of a tile are a
+// cluster. Each adds up some rows of x over all parts.
+template <typename T>
+__device__ void shrink_tile(const Shrink& p, uint8_t* dynamic, uint64_t* barriers) {
+  const uint32_t begin = shared_address(dynamic), aligned = (begin + 1023) & ~1023U;
+  const int part = blockIdx.y;
+  const int a_row = blockIdx.x % p.a_tiles * kTileRows, x_row = blockIdx.x / p.a_tiles * kTileRows;
+  const int first = part * p.chunks_per_part, end = min(p.chunks, first + p.chunks_per_part);
+  Ring ring;
+  ring.data = aligned;
+  ring.full = shared_address(barriers);
+  ring.empty = ring.full + 8 * kShrinkStages;
+  ring.stages = kShrinkStages;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kShrinkStages; ++i) {
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, kConsumers / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  Share s{};
+  s.x_bytes = kTileBytes;
+  s.chunk_bytes = s.stage_bytes = 2 * kTileBytes;
+  float* const sums = reinterpret_cast<float*>(dynamic + (aligned - begin));
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp == kConsumers / 32) {
+    if (lane == 0) {
+      const uint64_t often = policy_often();
+      for (int chunk = first; chunk < end; ++chunk, ring.advance()) {
+        const uint32_t full = ring.full + 8 * ring.stage;
+        const uint32_t at = ring.data + ring.stage * s.stage_bytes;
+        barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+        barrier_expect(full, 2 * kTileBytes);
+        load_box(at, p.x, full, chunk * kChunk, x_row, often);
+        load_box(at + kTileBytes, p.a, full, chunk * kChunk, a_row, often);
+      }
+    }
+  } else {
+    float sum[1][32] = {};
+    if (first < end) consume<T, 64, 1>(sum, ring, s, end - first, 1);
+    sync_consumers();  // no load is under way, and none reads the ring: it is free for the sums
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int n = 8 * j + 2 * (lane % 4) + e % 2, m = warp * 16 + lane / 4 + 8 * (e / 2);
+        sums[n * (kTileRows + 1) + m] = sum[0][4 * j + e];
+      }
+    }
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  const int share = kTileRows / p.parts;  // rows of x
+  const uint32_t mine = shared_address(sums);
+  T* const h = static_cast<T*>(p.h);
+  for (int at = threadIdx.x; at < share * kTileRows; at += kThreads) {
+    const int row = part * share + at / kTileRows, m = at % kTileRows, n = x_row + row;
+    if (n >= p.rows || a_row + m >= p.columns) continue;
+    float total = 0.0F;
+    for (int other = 0; other < p.parts; ++other) {
+      uint32_t there;
+      float v;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                   : "=r"(there)
+                   : "r"(mine + 4 * (row * (kTileRows + 1) + m)), "r"(other));
+      asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+      total += v;
+    }
+    // A selection, not a product: a seed row may hold NaN.
+    h[static_cast<int64_t>(n) * p.columns + a_row + m] =
+        narrow<T>(n % p.block_size == 0 ? 0.0F : total);
+  }
+  // Nobody leaves while others read its sums.
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 #endif  // sm_90a
 
 template <typename T, int ROWS, int COUNT>
@@ -429,6 +525,15 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     multiply<T, ROWS, COUNT>(p, s, ring, dynamic + (aligned - begin));
   }
+#endif
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ Shrink p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t dynamic[];
+  __shared__ alignas(8) uint64_t barriers[2 * kShrinkStages];
+  shrink_tile<T>(p, dynamic, barriers);
 #endif
 }
 
@@ -599,9 +704,56 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
   return y;
 }
 
+// h = x A^T, zero at seed rows: [M, R]. R may be anything; K a multiple of 64.
+Tensor lora_shrink_sm90(const Tensor& x, const Tensor& a, int64_t block_size) {
+  const int index = x.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(index);
+  Tensor h = torch::stable::new_empty(x, {x.size(0), a.size(0)});
+  if (x.size(0) == 0) return h;
+  const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
+  Shrink p{};
+  p.rows = static_cast<int>(x.size(0));
+  p.columns = static_cast<int>(a.size(0));
+  p.block_size = static_cast<int>(block_size);
+  const int k = static_cast<int>(x.size(1));
+  p.chunks = k / kChunk;
+  p.a_tiles = (p.columns + kTileRows - 1) / kTileRows;
+  const int tiles = p.a_tiles * ((p.rows + kTileRows - 1) / kTileRows);
+  // As many parts as keep two blocks on each multiprocessor busy, with some of K each.
+  const int most = 2 * device_of(index).multiprocessors;
+  p.parts = 8;
+  while (p.parts > 1 && (tiles * p.parts > most || p.chunks < 4 * p.parts)) p.parts /= 2;
+  p.chunks_per_part = (p.chunks + p.parts - 1) / p.parts;
+  p.x = matrix(x.const_data_ptr(), bf16, p.rows, k, p.rows == 1 ? k : x.stride(0), kTileRows);
+  p.a = matrix(a.const_data_ptr(), bf16, p.columns, k, k, kTileRows);
+  p.h = h.mutable_data_ptr();
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+  const auto kernel = bf16 ? shrink_kernel<__nv_bfloat16> : shrink_kernel<__half>;
+  STD_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes));
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = 1;
+  attributes[1].val.clusterDim.y = static_cast<unsigned>(p.parts);
+  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(tiles, p.parts);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kShrinkBytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<const Shrink&>(p)));
+  return h;
+}
+
 }  // namespace
 }  // namespace vllm_uno
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_uno, CUDA, m) {
+  m.impl("lora_shrink_sm90", TORCH_BOX(&vllm_uno::lora_shrink_sm90));
   m.impl("uno_linear_sm90", TORCH_BOX(&vllm_uno::uno_linear_sm90));
 }

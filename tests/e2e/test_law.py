@@ -36,7 +36,8 @@ import vllm_uno
 
 vllm_uno.register()  # the interpreter's mends
 
-from vllm_uno import draft_sampling  # noqa: E402
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample  # noqa: E402
+
 from vllm_uno.noise import NOISE_DOMAIN, noise_token_id  # noqa: E402
 from vllm_uno.vllm_hooks.runner_api import murmur3_hash32, tl, triton  # noqa: E402
 
@@ -122,33 +123,39 @@ class Drafted:
 
 def _record_drafts(running: Engine, prompt: list[int], params: SamplingParams) -> list[Drafted]:
     """Run one request and keep each of its draft passes."""
-    sampler = running.speculator.draft_sampler
-    original = sampler._sample
+    sampler, model = running.speculator.draft_sampler, running.speculator.model
+    original, compute_logits = sampler._sample, model.compute_logits
     states = running.runner.req_states
+    logits = torch.empty(0)
     drafts: list[Drafted] = []
 
-    def record(
-        logits: torch.Tensor, batch: draft_sampling.DraftBatch, start: int, stop: int
-    ) -> torch.Tensor:
-        kept = logits.clone()
-        tokens: torch.Tensor = original(logits, batch, start, stop)
-        if bool(batch.drafting[0]):
-            slot = int(batch.idx_mapping_np[0])
-            seed_position = int(batch.positions[0])
+    def keep(hidden_states: torch.Tensor) -> torch.Tensor:
+        nonlocal logits
+        computed: torch.Tensor = compute_logits(hidden_states)
+        logits = computed.clone()
+        return computed
+
+    def record(z: torch.Tensor, start: int, stop: int, out: torch.Tensor, filters: bool) -> None:
+        original(z, start, stop, out, filters)
+        rows = sampler.rows
+        if bool(rows.drafting[0]):
+            slot, seed_position = int(rows.request[0]), int(rows.positions[0])
             text = states.all_token_ids.gpu[slot, : seed_position + 1]
             drafts.append(
                 Drafted(
-                    logits=kept,
+                    logits=logits,
                     stored=sampler.draft_logits[slot].clone(),
-                    tokens=tokens.clone(),
-                    positions=batch.positions[:BLOCK_SIZE].clone(),
+                    tokens=out[0].clone(),
+                    positions=rows.positions[:BLOCK_SIZE].clone(),
                     slot=slot,
                     history=text[len(prompt) :].long().clone(),
                 )
             )
-        return tokens
 
-    with mock.patch.object(sampler, "_sample", record):
+    with (
+        mock.patch.object(sampler, "_sample", record),
+        mock.patch.object(model, "compute_logits", keep),
+    ):
         running.tokens([prompt], params)
     assert len(drafts) >= 3
     return drafts
@@ -166,7 +173,7 @@ def test_stored_law_is_the_sampled_one(uno_law: Engine, name: str) -> None:
     for draft in _record_drafts(uno_law, prompt, params):
         # The stored rows, with the keys of the draft's own noise, draw the very tokens.
         rows = len(draft.tokens)
-        drawn = draft_sampling.gumbel_sample(
+        drawn = gumbel_sample(
             draft.stored,
             torch.zeros(rows, dtype=torch.int64),
             torch.tensor([params.temperature], dtype=torch.float32),

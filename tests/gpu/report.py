@@ -32,7 +32,9 @@ def main() -> None:
         result = load(work, name)
         log = (work / f"{name}.log").read_text()
         started = re.findall(r"started in ([\d.]+) s", log)
-        shown = {k: v for k, v in result.items() if k not in ("tokens", "gaps", "row0")}
+        shown = {
+            k: v for k, v in result.items() if k not in ("tokens", "gaps", "row0", "verify_kernels")
+        }
         print(f"{name}: start {started} late {late_compiles(work, name)} {json.dumps(shown)}")
         for kind, row in result.get("row0", {}).items():
             print(f"  row 0 {kind}: {row[0]:.4f}  tau {row[-1]:.2f}  {[round(x, 3) for x in row]}")

@@ -69,3 +69,9 @@ def test_no_kernel_of_ours_compiles_after_start_up(work: Path) -> None:
     plain = set(late_compiles(work, "plain")) | set(late_compiles(work, "ngram"))
     for name in ("uno", "sampled"):
         assert set(late_compiles(work, name)) <= plain
+
+
+def test_verification_runs_the_kernels_of_stock_ngram(work: Path) -> None:
+    kernels, stock = (result(work, name)["verify_kernels"] for name in ("uno", "ngram"))
+    assert len(kernels) > 20
+    assert kernels == stock  # no adapter, no copy, no kernel of ours

@@ -5,7 +5,6 @@ import sys
 import types
 
 import pytest
-import torch
 
 import vllm_uno
 
@@ -126,19 +125,6 @@ def test_capture_sizes_cover_draft_and_verify_batches() -> None:
     assert max(extra_capture_sizes(8, 9, 64, 256)) <= 256
     assert covered_requests(default, 9, 256) < 64  # what vLLM's own sizes leave out
     assert covered_requests([], 9, 64) == 0
-
-
-def test_inert_rowspropose_token_zero_surely() -> None:
-    from vllm_uno.draft_sampling import propose_token_zero
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    z = torch.randn(12, 5000, device=device)
-    drafting = torch.tensor([True, False, True, False], device=device)
-    want = z.clone()
-    want[3:6] = want[9:12] = float("-inf")
-    want[3:6, 0] = want[9:12, 0] = 0.0
-    propose_token_zero(z, drafting, 3)
-    assert torch.equal(z, want)
 
 
 def test_default_limits_are_fitted_to_the_draft_rows() -> None:

@@ -21,7 +21,7 @@ class Driver:
 backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
 import vllm.triton_utils
 del backends["cpu"]
-import vllm_uno.draft_inputs as draft_inputs, vllm_uno.draft_sampling as draft_sampling
+import vllm_uno.draft_inputs as draft_inputs, vllm_uno.draft_law as draft_law
 
 def compile_for_h200(kernel, types, **constants):
     names = [p.name for p in kernel.params]
@@ -48,8 +48,40 @@ for groups, block in ((1, 8), (3, 3)):
         draft_inputs._draft_inputs_kernel, pointers, NUM_GROUPS=groups, BLOCK_SIZE=block,
         ROWS=triton.next_power_of_2(block), PAD_CHUNK=1024,
     )
-compile_for_h200(
-    draft_sampling._token_zero_kernel, {"z_ptr": "*fp32", "drafting_ptr": "*i1"}, B=8, N=4096
+
+rows = {
+    "request_ptr": "*i64", "positions_ptr": "*i64", "drafting_ptr": "*i1",
+    "temperature_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64",
+    "top_k_ptr": "*i32", "top_p_ptr": "*fp32",
+}
+others = {
+    "logits_ptr": "*bf16", "block_max_ptr": "*fp32", "x_ptr": "*fp32", "cache_ptr": "*fp32",
+    "local_token_ptr": "*i32", "out_ptr": "*i64", "idx_mapping_ptr": "*i64",
+    "temperature_out_ptr": "*fp32", "min_p_out_ptr": "*fp32", "seeds_out_ptr": "*i64",
+    "top_k_out_ptr": "*i32", "top_p_out_ptr": "*fp32",
+}
+
+def compile_law(kernel, local_max="*fp32", **constants):
+    names = {p.name for p in kernel.params}
+    types = rows | others | {"local_max_ptr": local_max}
+    compile_for_h200(
+        kernel,
+        {n: t for n, t in types.items() if n in names and n not in constants},
+        **{n: v for n, v in (sizes | constants).items() if n in names},
+    )
+
+sizes = {"B": 8, "BLOCKS": 128, "WIDTH": 2048, "ROWS": 8}
+for kernel in (
+    draft_law._gather_kernel, draft_law._block_max_kernel, draft_law._filter_input_kernel,
+    draft_law._pick_kernel,
+):
+    compile_law(kernel)
+none = {"x_ptr": None, "block_max_ptr": None}
+compile_law(draft_law._law_kernel, HAS_CACHE=True, FILTERS=True, USE_FP64=False)
+compile_law(draft_law._law_kernel, "*fp64", HAS_CACHE=True, FILTERS=True, USE_FP64=True)
+compile_law(draft_law._law_kernel, HAS_CACHE=True, FILTERS=False, USE_FP64=False, **none)
+compile_law(
+    draft_law._law_kernel, HAS_CACHE=False, FILTERS=False, USE_FP64=False, cache_ptr=None, **none
 )
 """
 
@@ -60,4 +92,4 @@ def test_kernels_compile_for_sm_90() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, env=env, check=False
     )
-    assert done.stdout.count("COMPILED") == 3, done.stdout[-500:] + done.stderr[-3000:]
+    assert done.stdout.count("COMPILED") == 10, done.stdout[-500:] + done.stderr[-3000:]

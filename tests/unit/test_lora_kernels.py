@@ -193,7 +193,9 @@ def check(found: dict[str, Any]) -> None:
             got = op(x, weight, no_bias, a, b, *ends, block, sync)
         else:
             base = torch.nn.functional.linear(x, weight, bias)
+            kept = base.clone()
             got = op(base, x, a, b, *ends, block)
+            assert torch.equal(base, kept)
         scale = exact.abs().amax(1, keepdim=True).clamp(min=1)
         assert float(((got.float() - exact) / scale).abs().max()) < 2e-2
     assert sync.tolist() == [0, 0]
@@ -215,6 +217,32 @@ def check(found: dict[str, Any]) -> None:
 @given(found=gpu_cases)
 def test_kernels_match_the_oracle(found: dict[str, Any]) -> None:
     check(found)
+
+
+@pytest.mark.gpu
+@needs_cuda_kernel
+@settings(max_examples=60, deadline=None)
+@example(rows=512, columns=12288, rank=128, block=8, dtype=torch.bfloat16)
+@example(rows=65, columns=4096, rank=384, block=4, dtype=torch.bfloat16)
+@given(
+    rows=st.integers(1, 700),
+    columns=st.sampled_from([64, 128, 192, 512, 576, 4096, 12288]),
+    rank=st.sampled_from([1, 8, 64, 72, 200, 256, 768]),
+    block=st.integers(1, 17),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_shrink_over_parts_matches_the_oracle(
+    rows: int, columns: int, rank: int, block: int, dtype: torch.dtype
+) -> None:
+    gen = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=gen).to("cuda", dtype)
+    a = (torch.randn(rank, columns, generator=gen) / columns**0.5).to("cuda", dtype)
+    x[::block] = float("nan")
+    poison()
+    got = torch.ops.vllm_uno.lora_shrink_sm90(x, a, block)
+    want = ops.lora_shrink_reference(x, a, block)
+    torch.testing.assert_close(got.float(), want.float(), rtol=1e-2, atol=1e-2)
+    assert torch.equal(got, torch.ops.vllm_uno.lora_shrink_sm90(x, a, block))
 
 
 @pytest.mark.gpu

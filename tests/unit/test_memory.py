@@ -62,22 +62,22 @@ class _Peak(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("reqs", "chunk_rows"), [(5, 1000), (64, 20)])
-def test_sampling_peak_by_formula(reqs: int, chunk_rows: int) -> None:
-    block, hidden, vocab = 4, 8, 500
+@pytest.mark.parametrize("rows", [(20, 20, 25, 25), (512, 128, 576, 300), (64, 16, 20, 5)])
+def test_sampling_peak_by_formula(rows: tuple[int, int, int, int]) -> None:
+    draft_rows, filtered, verify_rows, chunk = rows
+    hidden, vocab = 8, 500
     like = torch.zeros(1, hidden, dtype=torch.bfloat16)
     with _Peak() as seen, torch.inference_mode():
         sampling_peak(
             lambda h: torch.empty(len(h), vocab, dtype=h.dtype),
             lambda h: torch.empty(len(h), vocab, dtype=h.dtype),
             like,
-            reqs,
-            block,
-            chunk_rows,
+            draft_rows=draft_rows,
+            filtered_rows=filtered,
+            verify_rows=verify_rows,
+            chunk_rows=chunk,
         )
-    draft_rows = min(reqs * block, chunk_rows)
-    verify_rows = reqs * (block + 1)
-    draft = draft_rows * vocab * (2 + 4 + 4 + 1)
-    verify = verify_rows * vocab * 2 + min(verify_rows, chunk_rows) * vocab * 8
+    draft = (draft_rows * (2 + 4) + filtered * 4) * vocab
+    verify = (verify_rows * 2 + chunk * 8) * vocab
     inputs = max(draft_rows, verify_rows) * hidden * 2
     assert max(draft, verify) <= seen.peak <= max(draft, verify) + inputs

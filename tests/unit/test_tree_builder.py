@@ -205,7 +205,7 @@ def test_slots_never_drafted_are_chains_and_limits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_nodes", [4, 32, 60, 64, 100, 128])
 def test_many_large_trees(num_nodes: int) -> None:
-    for seed in range(4):
+    for seed in range(2):
         g = np.random.default_rng(seed)
         tokens, log_probs = random_candidates(g, 200, 16, 32, 152_000)
-        check(tokens, log_probs, num_nodes, run(tokens, log_probs, num_nodes, g, chains=seed > 1))
+        check(tokens, log_probs, num_nodes, run(tokens, log_probs, num_nodes, g, chains=seed > 0))

@@ -65,7 +65,8 @@ def check(seed: int, num_reqs: int, num_nodes: int, deep: float) -> int:
             length = 1  # a prefill
         elif kind == 1:
             length = int(torch.randint(0, num_nodes + 2, (), generator=g))  # cut short
-        row = [POISON, *tokens[slot]][:length]
+        # The seed's own token says nothing, least of all to the request before.
+        row = [int(torch.randint(0, 3, (), generator=g)), *tokens[slot]][:length]
         if kind == 2:
             row = row[:1] + [-1] * (length - 1)  # placeholders
         target = torch.randint(0, 3, (length,), generator=g).tolist()

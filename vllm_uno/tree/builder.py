@@ -285,12 +285,11 @@ def tree_reference(
 
 def ancestors_reference(parents: torch.Tensor) -> torch.Tensor:
     """Ancestor masks int64 [n, V, W] of parents [n, V], as `TreeBuffers.ancestors`."""
-    num_reqs, num_nodes = parents.shape
-    masks = torch.zeros(num_reqs, num_nodes, (num_nodes + 63) // 64, dtype=torch.int64)
-    for request in range(num_reqs):
-        for node in range(num_nodes):
-            parent = int(parents[request, node])
-            if parent >= 0:
-                masks[request, node] = masks[request, parent]
-            masks[request, node, node // 64] |= torch.tensor(1) << (node % 64)
-    return masks
+    num_words = (parents.shape[1] + 63) // 64
+    masks = []
+    for row in parents.tolist():
+        bits: list[int] = []
+        for node, parent in enumerate(row):
+            bits.append(1 << node | (bits[parent] if parent >= 0 else 0))
+        masks.append([[b >> 64 * w & (2**64 - 1) for w in range(num_words)] for b in bits])
+    return torch.from_numpy(np.array(masks, dtype=np.uint64).view(np.int64))

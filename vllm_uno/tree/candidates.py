@@ -151,7 +151,8 @@ def _group_best_kernel(
     best = tl.full((LANES,), float("-inf"), tl.float32)
     first = tl.full((LANES,), _LAST_TOKEN, tl.int32)
     mass = tl.zeros((LANES,), tl.float32)
-    for start in range(0, STEPS, TILE):
+    left = tl.cdiv(vocab_size - split * (STEPS * LANES * VEC), LANES * VEC)
+    for start in range(0, tl.minimum(left, STEPS), TILE):
         token = split * (STEPS * LANES * VEC) + ((start + step) * LANES + lane) * VEC + element
         x = tl.load(
             logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_uno.draft_sampling import DraftBatch
+from vllm_uno.draft_sampling import HEAD_ROWS, DraftBatch
 from vllm_uno.tree.builder import TreeBuffers, build_trees
 from vllm_uno.tree.candidates import Candidates, select_candidates
 from vllm_uno.tree.target_sampling import LogitsRows, sample_target
@@ -80,8 +80,8 @@ class TreeDrafter:
         self.block_size = block_size
         vocab_size = sampler.sampling_states.vocab_size
         max_num_reqs, device = trees.tokens.shape[0], trees.tokens.device
-        # As vLLM's verification: at most 1 GiB of fp32 logits at a time.
-        self.chunk = min(max_num_reqs, max(1, get_max_chunk_logits(vocab_size) // block_size))
+        rows = min(HEAD_ROWS, get_max_chunk_logits(vocab_size))
+        self.chunk = min(max_num_reqs, max(1, rows // block_size))
         self.candidates = Candidates.allocate(
             max_num_reqs, block_size, top_k, vocab_size, device, max_chunk_reqs=self.chunk
         )

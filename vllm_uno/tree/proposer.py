@@ -62,6 +62,9 @@ class TreeProposer(UnoProposer):
     def _buffer_owners(self) -> list[Any]:
         return [self.memory, self.memory.trees, self.drafter, self.drafter.candidates]
 
+    def _capture_sampling(self) -> None:
+        """Nothing: trees are built eagerly."""
+
     def _warm_up_sampling(self) -> None:
         warm_up_trees(
             self.drafter.sampler,
@@ -76,7 +79,8 @@ class TreeProposer(UnoProposer):
             self.model_state.uno_compact(input_batch, num_sampled)
 
     def _sample(self, hidden_states: torch.Tensor, batch: DraftBatch, out: torch.Tensor) -> None:
-        self.drafter(hidden_states, self.compute_logits, batch, batch.drafting, out)
+        drafting = self.rows.drafting[: len(batch.idx_mapping_np)]
+        self.drafter(hidden_states, self.compute_logits, batch, drafting, out)
 
 
 def _leave(state: tree_state.TreeState) -> None:

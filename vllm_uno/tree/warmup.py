@@ -18,11 +18,8 @@ from vllm_uno.tree.drafting import TreeDrafter
 from vllm_uno.tree.rows import gather_rows, write_depth_positions
 from vllm_uno.tree.verification import TreeMemory
 from vllm_uno.tree.walk import walk_trees
-from vllm_uno.vllm_hooks.runner_api import Sampler, apply_top_k_top_p, gumbel_sample
-
-# Up to 64 rows vLLM splits a row's top-p among programs, the more the fewer the rows: a variant
-# for each power of two. Above, another kernel takes whole rows.
-_ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96)
+from vllm_uno.vllm_hooks.runner_api import Sampler, gumbel_sample
+from vllm_uno.warmup import warm_up_filters
 
 
 def warm_up_trees(
@@ -70,11 +67,7 @@ def warm_up_trees(
             is_drafting=False,
             use_fp64=sampler.use_fp64_gumbel,
         )
-    for count in _ROW_COUNTS:
-        k = torch.full((count,), 2, dtype=torch.int32, device=device)
-        p = torch.full((count,), 0.5, device=device)
-        for top_k, top_p in ((k, None), (None, p), (k, p)):
-            apply_top_k_top_p(torch.randn(count, vocab_size, device=device), top_k, top_p)
+    warm_up_filters(vocab_size, device)
 
     # One request of one row: no node's position is written.
     rows: Any = SimpleNamespace(

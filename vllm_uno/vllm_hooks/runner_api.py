@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import inspect
 
+import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
@@ -34,14 +36,18 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample, murmur3_hash32
+from vllm.v1.worker.gpu.sample.gumbel import (
+    gumbel_noised_argmax,
+    gumbel_sample,
+    murmur3_hash32,
+)
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, use_penalty
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -68,6 +74,7 @@ __all__ = [
     "PenaltiesState",
     "Sampler",
     "SamplerOutput",
+    "SamplingStates",
     "apply_top_k_top_p",
     "async_tensor_h2d",
     "build_attn_metadata",
@@ -75,9 +82,11 @@ __all__ = [
     "check_runner_api",
     "compute_topk_scores",
     "dispatch_cg_and_sync_dp",
+    "filter_scratch",
     "get_max_chunk_logits",
     "get_num_nans",
     "get_num_sampled_and_rejected",
+    "gumbel_noised_argmax",
     "gumbel_sample",
     "init_attn_backend",
     "load_ptr",
@@ -144,6 +153,17 @@ _PARAMETERS: dict[object, tuple[str, ...]] = {
         "use_fp64",
         "logits_cache_source",
     ),
+    gumbel_noised_argmax.fn: (
+        "logits",
+        "keys",
+        "mask",
+        "seed",
+        "pos",
+        "temp",
+        "IS_DRAFTING",
+        "USE_FP64",
+        "APPLY_TEMPERATURE",
+    ),
 }
 
 
@@ -157,3 +177,17 @@ def check_runner_api() -> None:
                 f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: {name} "
                 f"takes {found}, expected {expected}"
             )
+
+
+def filter_scratch() -> list[torch.Tensor]:
+    """The buffers in which `apply_top_k_top_p` has worked so far on any device.
+
+    vLLM replaces one when a batch needs a larger one. A graph that was captured over it needs
+    it to stay: keep these as long as the graph.
+    """
+    found = list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
+    for tables in topk_topp_triton._TRITON_TABLE_CACHE.values():
+        found += tables
+    for split in topk_topp_triton._TRITON_SPLIT_CACHE.values():
+        found += split.values()
+    return found
