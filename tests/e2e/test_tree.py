@@ -15,10 +15,12 @@ from prompts import make_prompts
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_uno.tree import state as tree_state
 from vllm_uno.tree import verification
 from vllm_uno.tree.state import chain_ancestors
 from vllm_uno.tree.target_sampling import sample_target
 from vllm_uno.tree.walk import walk_trees
+from vllm_uno.vllm_hooks.attention_api import AttentionBackendEnum
 
 PROMPTS = make_prompts(2048)
 KEYS = [tuple(p) for p in PROMPTS]
@@ -280,3 +282,37 @@ def test_preemption_chunked_prefill_and_the_end(
             tokens = e.tokens([PROMPTS[7]], END)[0]
         assert len(PROMPTS[7]) + len(tokens) == 256
         assert tokens == plain["end"][: len(tokens)]
+        assert AttentionBackendEnum.CPU_ATTN.is_overridden()
+    # The next engine of this process is vLLM's own again.
+    assert tree_state.installed() is None
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+
+
+@pytest.mark.slow
+def test_compiled(model: Path, adapter: Path, plain: dict[str, Any]) -> None:
+    with engine(model, settings(adapter, 12), enforce_eager=False) as e:
+        with oracle_trees(e, texts(plain["greedy"])):
+            assert e.tokens(PROMPTS) == plain["greedy"]
+        assert e.speculator.counters.snapshot().tokens_per_cycle > 2.5
+
+
+def test_prefix_caching_n_and_imposed_acceptance(
+    model: Path, adapter: Path, plain: dict[str, Any]
+) -> None:
+    """Placeholder drafts of repeated prompts, n > 1, and, last, the benchmark's acceptance."""
+    with engine(model, settings(adapter, 8)) as e:
+        short = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        with oracle_trees(e, texts(plain["greedy"])):
+            for prompt in (5, 6, 5, 6):  # 64 tokens are two whole KV blocks
+                assert e.tokens([PROMPTS[prompt]], short)[0] == plain["greedy"][prompt][:8]
+            repeated = e.tokens([PROMPTS[5]] * 3 + [PROMPTS[6]] * 3, short)
+            assert repeated == [plain["greedy"][5][:8]] * 3 + [plain["greedy"][6][:8]] * 3
+            both = SamplingParams(n=2, temperature=1.0, top_k=1, max_tokens=8, ignore_eos=True)
+            for output, want in zip(e.outputs(PROMPTS[:3], both), plain["greedy"], strict=False):
+                assert [list(c.token_ids) for c in output.outputs] == [want[:8]] * 2
+        sampler = e.runner.rejection_sampler
+        sampler.rates = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+        e.speculator.counters.reset()
+        e.tokens(PROMPTS, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+        stats = e.speculator.counters.snapshot()
+        assert stats.tokens_per_cycle == pytest.approx(4.5, abs=0.3)
