@@ -146,3 +146,8 @@ def test_default_limits_are_fitted_to_the_draft_rows() -> None:
     args.max_num_seqs, args.max_num_batched_tokens = 100, None
     args._set_default_max_num_seqs_and_batched_tokens_args(None, model, parallel)
     assert args.max_num_seqs == 100 and args.max_num_batched_tokens >= 1600
+    # Trees are wider than their block: the rows of a verify pass count.
+    args.speculative_config = {"method": "uno", "uno_mode": "tree"}
+    args.max_num_seqs, args.max_num_batched_tokens = None, 1000
+    args._set_default_max_num_seqs_and_batched_tokens_args(None, model, parallel)
+    assert args.max_num_seqs == 1000 // 33

@@ -167,7 +167,7 @@ class TreeDrafter:
             # A view of rows a block apart where only row 0 of each request is sampled.
             logits[:, 0] if num_rows == 1 else logits.reshape(-1, vocab_size),
             LogitsRows(
-                slots=slots[:, None].expand(-1, num_rows).reshape(-1),
+                slots=slots.repeat_interleave(num_rows, output_size=num_reqs * num_rows),
                 # 0: no row looks back over draft tokens.
                 local_pos=torch.zeros(num_reqs * num_rows, dtype=torch.int32, device=logits.device),
                 tokens=rows_of(batch.input_ids),
