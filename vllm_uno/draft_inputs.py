@@ -81,6 +81,7 @@ def _draft_inputs_kernel(
     emitted_ptr,
     proposed_at_ptr,
     accepted_at_ptr,
+    depths_ptr,
     # state
     idx_mapping_ptr,
     num_sampled_ptr,
@@ -104,6 +105,8 @@ def _draft_inputs_kernel(
     NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    NODES: tl.constexpr,
+    NODES_PADDED: tl.constexpr,
     PAD_CHUNK: tl.constexpr,
 ):
     batch_row = tl.program_id(0)
@@ -147,7 +150,15 @@ def _draft_inputs_kernel(
             tl.atomic_add(cycles_ptr, 1)
             tl.atomic_add(emitted_ptr, num_sampled.to(tl.int64))
             one = tl.full((ROWS,), 1, tl.int64)
-            tl.atomic_add(proposed_at_ptr + i, one, mask=in_block & (i < accepted + num_rejected))
+            if NODES > 0:
+                node = tl.arange(0, NODES_PADDED)
+                verified = (node < NODES) & (node < accepted + num_rejected)
+                depth = tl.load(depths_ptr + slot * NODES + node, mask=verified, other=BLOCK_SIZE)
+                each = tl.full((NODES_PADDED,), 1, tl.int64)
+                tl.atomic_add(proposed_at_ptr + depth, each, mask=depth < BLOCK_SIZE)
+            else:
+                proposed = in_block & (i < accepted + num_rejected)
+                tl.atomic_add(proposed_at_ptr + i, one, mask=proposed)
             tl.atomic_add(accepted_at_ptr + i, one, mask=in_block & (i < accepted))
         tl.store(drafted_ptr + slot, active)
     tl.store(drafting_ptr + batch_row, active)
@@ -203,6 +214,7 @@ def prepare_draft_inputs(
     noise_seed: int,
     noise_range: tuple[int, int],
     live: bool,
+    verified_depths: torch.Tensor | None = None,
 ) -> None:
     """Fill `buffers` and `rows` for one draft pass of `idx_mapping.shape[0]` requests.
 
@@ -221,10 +233,12 @@ def prepare_draft_inputs(
         block_size: B.
         padded_reqs: requests of the graph to replay (num_reqs where there is none).
         live: False for dummy batches, whose rows all stay inert.
+        verified_depths: int32 [max_num_reqs, V], by slot: of the nodes just verified, in tree mode.
     """
     num_reqs = idx_mapping.shape[0]
     cycles, emitted, proposed_at, accepted_at = counters
     low, high = noise_range
+    nodes = 0 if verified_depths is None else verified_depths.shape[1]
     _draft_inputs_kernel[(num_reqs + 1,)](
         buffers.input_ids,
         buffers.positions,
@@ -240,6 +254,7 @@ def prepare_draft_inputs(
         emitted,
         proposed_at,
         accepted_at,
+        verified_depths,
         idx_mapping,
         num_sampled,
         num_rejected,
@@ -261,6 +276,8 @@ def prepare_draft_inputs(
         NUM_GROUPS=block_tables.num_kv_cache_groups,
         BLOCK_SIZE=block_size,
         ROWS=triton.next_power_of_2(block_size),
+        NODES=nodes,
+        NODES_PADDED=triton.next_power_of_2(max(1, nodes)),
         PAD_CHUNK=1024,
     )
 

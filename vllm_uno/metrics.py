@@ -19,8 +19,10 @@ class DraftStats:
     Attributes:
         cycles: verified real drafts (a cycle: one draft pass, one verify pass).
         emitted: tokens those cycles emitted.
-        proposed: [B], drafts verified at each position of the block.
-        accepted: [B], drafts accepted at each position.
+        proposed: [B], drafts verified at each position of the block. In tree mode: nodes verified
+            at each depth, of which one a cycle at most can be accepted.
+        accepted: [B], drafts accepted at each position. In tree mode: at each depth (a chain of
+            V > B nodes may go deeper; that counts in `emitted` only).
     """
 
     cycles: int
@@ -39,6 +41,16 @@ class DraftStats:
         return tuple(
             a / p if p else float("nan") for a, p in zip(self.accepted, self.proposed, strict=True)
         )
+
+    @property
+    def accepted_per_cycle(self) -> tuple[float, ...]:
+        """Share of the cycles that accepted a draft at each position (tree mode: depth)."""
+        return tuple(a / self.cycles if self.cycles else float("nan") for a in self.accepted)
+
+    @property
+    def proposed_per_cycle(self) -> tuple[float, ...]:
+        """Drafts a cycle at each position; in tree mode nodes at each depth."""
+        return tuple(p / self.cycles if self.cycles else float("nan") for p in self.proposed)
 
 
 class DraftCounters:

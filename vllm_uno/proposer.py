@@ -48,6 +48,7 @@ from vllm_uno.vllm_hooks.runner_api import (
     InputBatch,
     InputBuffers,
     ModelState,
+    Sampler,
     build_slot_mappings_by_layer,
     check_runner_api,
     dispatch_cg_and_sync_dp,
@@ -69,7 +70,7 @@ class UnoProposer(DraftModelSpeculator):
     """vLLM speculator whose draft model is a view of the target.
 
     Attributes:
-        block_size: B; also vLLM's `num_speculative_tokens`.
+        block_size: B; in linear mode also vLLM's `num_speculative_tokens`.
         model: the draft view (after `load_model`).
         counters: acceptance of real drafts (`metrics.DraftCounters`).
     """
@@ -98,7 +99,7 @@ class UnoProposer(DraftModelSpeculator):
         self.vllm_config = vllm_config
         self.speculative_config: Any = vllm_config.speculative_config
         self.req_states = req_states
-        self.block_size = self.num_speculative_steps
+        self.block_size: int = self.speculative_config.block_size
         self.num_query_per_req = self.block_size
         self.noise_range = (
             self.speculative_config.uno_noise_low,
@@ -119,6 +120,7 @@ class UnoProposer(DraftModelSpeculator):
         self._checked_loras = False
         self._told_memory = False
         self._warmed_up = False
+        self.verified_depths: torch.Tensor | None = None
 
     # --- loading -----------------------------------------------------------
 
@@ -129,7 +131,7 @@ class UnoProposer(DraftModelSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
         self.attn_layer_names = set(target_attn_layer_names)
-        keep_sampler(target_model, self.vllm_config)
+        self._replace_model_state(target_model)
         source = AdapterSource.parse(
             self.speculative_config.uno_lora_path, self.speculative_config.uno_lora_revision
         )
@@ -153,6 +155,9 @@ class UnoProposer(DraftModelSpeculator):
                 self.device,
             )
         return view
+
+    def _replace_model_state(self, target_model: nn.Module) -> None:
+        keep_sampler(target_model, self.vllm_config)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft logits [rows, V] of [rows, H]; -inf outside a draft vocabulary."""
@@ -192,7 +197,10 @@ class UnoProposer(DraftModelSpeculator):
         self.rows = DraftRows.allocate(
             block_tables.num_kv_cache_groups, self.max_num_reqs, self.block_size, self.device
         )
-        sampler = model_state.uno_sampler
+        self._set_sampler(model_state.uno_sampler)
+        self._tell_memory()
+
+    def _set_sampler(self, sampler: Sampler) -> None:
         law_rows = LawRows.allocate(
             self.block_size,
             self.vocab_size,
@@ -201,13 +209,11 @@ class UnoProposer(DraftModelSpeculator):
             drafting=self.rows.drafting,
         )
         self.draft_sampler = DraftSampler(sampler, law_rows, self.draft_logits, self.reduced_head)
-        self._tell_memory()
 
     def _tell_memory(self) -> None:
         if self._told_memory:  # vLLM sets attention up twice, once to profile graphs
             return
         self._told_memory = True
-        assert self.draft_sampler is not None
         head = [] if self.reduced_head is None else self.reduced_head.tensors
         found = footprint(
             self.model,
@@ -217,10 +223,14 @@ class UnoProposer(DraftModelSpeculator):
             self,
             self.input_buffers,
             self.rows,
-            self.draft_sampler.rows,
             self.counters,
+            *self._buffer_owners(),
         )
         logger.info("UNO takes %s", found.line())
+
+    def _buffer_owners(self) -> list[Any]:
+        assert self.draft_sampler is not None
+        return [self.draft_sampler.rows]
 
     # --- CUDA graphs -------------------------------------------------------
 
@@ -258,7 +268,7 @@ class UnoProposer(DraftModelSpeculator):
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
         )
-        self._graph_scratch = capture_sampling_graphs(self.sampling_graphs, self._sample_plain)
+        self._capture_sampling()
         graphs = max(0, free_before - torch.accelerator.get_memory_info()[0])
         self._warm_up()
         compilation = self.vllm_config.compilation_config
@@ -269,14 +279,25 @@ class UnoProposer(DraftModelSpeculator):
             "verify passes of up to %d requests (max_num_seqs=%d), larger batches run without",
             graphs / 2**30,
             max((desc.num_reqs or 0 for desc in self.cudagraph_manager.graphs), default=0),
-            covered_requests(sizes, self.block_size + 1, self.max_num_reqs) if verify_full else 0,
+            covered_requests(sizes, self.num_speculative_steps + 1, self.max_num_reqs)
+            if verify_full
+            else 0,
             self.max_num_reqs,
         )
+
+    def _capture_sampling(self) -> None:
+        assert self.sampling_graphs is not None
+        self._graph_scratch = capture_sampling_graphs(self.sampling_graphs, self._sample_plain)
 
     def _warm_up(self) -> None:
         if self._warmed_up:
             return
         self._warmed_up = True
+        self._warm_up_sampling()
+        # vLLM counts what is gone at the end of a capture as the graphs' own.
+        torch.accelerator.empty_cache()
+
+    def _warm_up_sampling(self) -> None:
         assert self.draft_sampler is not None
         warm_up_sampling(
             self.draft_sampler.sampler,
@@ -286,8 +307,6 @@ class UnoProposer(DraftModelSpeculator):
             self.dtype,
             self.device,
         )
-        # vLLM counts what is gone at the end of a capture as the graphs' own.
-        torch.accelerator.empty_cache()
 
     # --- one draft pass ----------------------------------------------------
 
@@ -360,21 +379,23 @@ class UnoProposer(DraftModelSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Draft a block for every request of the batch just verified.
+        """Draft for every request of the batch just verified.
 
         Called after vLLM's `post_update`, on the same stream: positions and last
         tokens are read from GPU state, so the host waits for nothing.
 
         Returns:
-            int64 [num_reqs, B] draft tokens; 0 for requests that do not draft.
+            int64 [num_reqs, num_speculative_tokens] draft tokens; 0 for requests that do not
+            draft.
         """
         num_reqs = input_batch.num_reqs
         block = self.block_size
         if dummy_run and skip_attn_for_dummy_run:
             self._profile(num_reqs)
             return self.draft_tokens[:num_reqs]
-        assert self.draft_sampler is not None
         num_rows = num_reqs * block
+        if not dummy_run:
+            self._after_verification(input_batch, num_sampled)
         if not dummy_run and self.dp_size == 1 and _all_mid_prefill(input_batch):
             # Nobody can draft yet. (Data-parallel ranks must run the pass together.)
             return self.draft_tokens[:num_reqs]
@@ -403,10 +424,12 @@ class UnoProposer(DraftModelSpeculator):
             noise_seed=self.speculative_config.uno_noise_seed,
             noise_range=self.noise_range,
             live=not dummy_run,
+            verified_depths=self.verified_depths,
         )
-        self.draft_sampler.rows.gather(
-            input_batch.idx_mapping, self.draft_sampler.sampler.sampling_states, padded_reqs
-        )
+        if self.draft_sampler is not None:
+            self.draft_sampler.rows.gather(
+                input_batch.idx_mapping, self.draft_sampler.sampler.sampling_states, padded_reqs
+            )
         if full_graph and self.supports_decode_metadata_update:
             draft_metadata = None  # refreshed inside the graph
         else:
@@ -429,6 +452,7 @@ class UnoProposer(DraftModelSpeculator):
         slots_np = input_batch.idx_mapping_np[:num_reqs]
         if (
             full_graph
+            and self.draft_sampler is not None
             and self.sampling_graphs is not None
             and desc in self.sampling_graphs.graphs
             and self.draft_sampler.is_plain(slots_np)
@@ -442,8 +466,16 @@ class UnoProposer(DraftModelSpeculator):
             input_ids=self.input_buffers.input_ids[:num_rows],
             positions=self.input_buffers.positions[:num_rows],
         )
-        self.draft_sampler(hidden_states, self.compute_logits, batch, self.draft_tokens[:num_reqs])
+        self._sample(hidden_states, batch, self.draft_tokens[:num_reqs])
         return self.draft_tokens[:num_reqs]
+
+    def _after_verification(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> None:
+        """Before anything of the draft pass runs."""
+
+    def _sample(self, hidden_states: torch.Tensor, batch: DraftBatch, out: torch.Tensor) -> None:
+        """Write draft tokens [n, num_speculative_tokens] from hidden states [n * B, H]."""
+        assert self.draft_sampler is not None
+        self.draft_sampler(hidden_states, self.compute_logits, batch, out)
 
     def _length_limit(self) -> int:
         # Not `self.max_model_len`: `--max-model-len auto` lowers the runner's later on.
@@ -510,6 +542,8 @@ class UnoProposer(DraftModelSpeculator):
                 hidden_states,
                 draft_rows=min(self.max_num_reqs * self.block_size, HEAD_ROWS, chunk_rows),
                 filtered_rows=FILTER_ROWS,
-                verify_rows=min(self.max_num_reqs * (self.block_size + 1), self.max_num_tokens),
+                verify_rows=min(
+                    self.max_num_reqs * (self.num_speculative_steps + 1), self.max_num_tokens
+                ),
                 chunk_rows=chunk_rows,
             )

@@ -32,6 +32,7 @@ def validate(vllm_config: VllmConfig) -> None:
         *_parallel_problems(vllm_config),
         *_cache_problems(vllm_config),
         *_limit_problems(vllm_config),
+        *_tree_problems(vllm_config),
         *_other_problems(vllm_config),
     ]
     if vllm_config.model_config is not None:
@@ -53,7 +54,7 @@ def fit_limits(
     Args:
         user_max_num_seqs, user_max_num_batched_tokens: what the user set, or None.
         max_num_seqs, max_num_batched_tokens: what vLLM takes.
-        rows: rows a request: B, or B+1 where `--enable-lora` makes vLLM ask for that many.
+        rows: rows a request: B, or those of a verify pass where they count, too.
 
     Returns:
         (max_num_seqs, max_num_batched_tokens). Requests give way unless the user chose them;
@@ -143,29 +144,42 @@ def _cache_problems(vllm_config: VllmConfig) -> list[str]:
 
 def _limit_problems(vllm_config: VllmConfig) -> list[str]:
     assert vllm_config.speculative_config is not None
-    block = vllm_config.speculative_config.num_speculative_tokens
+    spec = vllm_config.speculative_config
+    block = spec.block_size
+    setting = "uno_block_size" if spec.uno_mode == "tree" else "num_speculative_tokens"
     seqs = vllm_config.scheduler_config.max_num_seqs
     tokens = vllm_config.scheduler_config.max_num_batched_tokens
     problems = []
     if seqs * block > tokens:
         ways = [f"raise max_num_batched_tokens to at least {seqs * block}"]
         if tokens >= seqs:
-            ways.insert(0, f"lower num_speculative_tokens to at most {tokens // seqs}")
+            ways.insert(0, f"lower {setting} to at most {tokens // seqs}")
         if tokens >= block:
             ways.insert(0, f"lower max_num_seqs to at most {tokens // block}")
         problems.append(
-            f"max_num_seqs={seqs} with num_speculative_tokens={block}: the {seqs * block} rows "
+            f"max_num_seqs={seqs} with {setting}={block}: the {seqs * block} rows "
             f"of a draft pass do not fit into max_num_batched_tokens={tokens}; "
             f"{', or '.join(ways)}"
         )
     model = vllm_config.model_config
     if model is not None and block > model.max_model_len - 1:
         problems.append(
-            f"num_speculative_tokens={block}: no request of max_model_len={model.max_model_len} "
+            f"{setting}={block}: no request of max_model_len={model.max_model_len} "
             f"tokens has room for a draft; lower it to at most {max(1, model.max_model_len - 1)} "
             f"or raise max_model_len"
         )
     return problems
+
+
+def _tree_problems(vllm_config: VllmConfig) -> list[str]:
+    assert vllm_config.speculative_config is not None
+    if vllm_config.speculative_config.uno_mode != "tree":
+        return []
+    linear = "leave it out, or set uno_mode to 'linear'"
+    model = vllm_config.model_config
+    if model is not None and model.return_sampling_mask:
+        return [f"return_sampling_mask with uno_mode 'tree': a tree's rows have none; {linear}"]
+    return []
 
 
 def _other_problems(vllm_config: VllmConfig) -> list[str]:

@@ -54,12 +54,7 @@ def warm_up_sampling(
             block_size,
             use_fp64=sampler.use_fp64_gumbel,
         )
-    for count in _ROW_COUNTS:
-        k = torch.full((count,), 2, dtype=torch.int32, device=device)
-        p = torch.full((count,), 0.5, device=device)
-        for top_k, top_p in ((k, None), (None, p), (k, p)):
-            logits = torch.randn(count, vocab_size, device=device)
-            apply_top_k_top_p(logits, top_k, top_p)
+    warm_up_filters(vocab_size, device)
     # Laws of nobody (slot -1): nothing is written.
     law_rows = LawRows.allocate(
         block_size,
@@ -80,3 +75,13 @@ def warm_up_sampling(
                 filters=filters,
                 use_fp64=sampler.use_fp64_gumbel,
             )
+
+
+def warm_up_filters(vocab_size: int, device: torch.device) -> None:
+    """Run vLLM's top-k and top-p once for each variant of their kernels."""
+    for count in _ROW_COUNTS:
+        k = torch.full((count,), 2, dtype=torch.int32, device=device)
+        p = torch.full((count,), 0.5, device=device)
+        for top_k, top_p in ((k, None), (None, p), (k, p)):
+            logits = torch.randn(count, vocab_size, device=device)
+            apply_top_k_top_p(logits, top_k, top_p)

@@ -43,6 +43,20 @@ def test_demo() -> None:
         assert 3.2 <= float(re.search(r"([\d.]+) tokens per cycle", part)[1]) <= 5
 
 
+@pytest.mark.slow
+def test_demo_of_trees() -> None:
+    out = run("-m", "vllm_uno.demo", "--mode", "tree", "--max-tokens", "48")
+    assert "Greedy: 3 of 3 outputs are identical" in out
+    assert out.count("tokens per cycle (") == 2
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +(\d+) +([\d.]+)", out, re.MULTILINE)
+    assert [row[0] for row in rows] == [str(depth) for depth in range(16)] * 2
+    assert float(rows[0][1]) == float(rows[0][3]) == 1.0, "the clean token is always right"
+    picture = out[out.index("32 nodes in one pass") :]
+    accepted = int(re.search(r"(\d+) accepted", picture)[1])
+    assert picture.count("\n  * ") == accepted > 3
+    assert len(re.findall(r"[├└]─ ", picture)) == 31
+
+
 def test_train_example(tmp_path: Path) -> None:
     """A whole run of the trainer on the CPU: it learns, and vLLM drafts with what it wrote."""
     out = run("examples/train.py", "--output", str(tmp_path / "adapter"))

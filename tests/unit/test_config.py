@@ -320,3 +320,80 @@ def test_draft_vocabulary_is_checked_at_once_and_made_absolute(make, tmp_path, m
     assert "uno_draft_vocab: no.json does not exist" in error_of(make, uno_draft_vocab="no.json")
     (tmp_path / "v.json").write_text(json.dumps([*range(40), VOCAB]))
     assert "outside the model's vocabulary" in error_of(make, uno_draft_vocab="v.json")
+
+
+def test_tree_defaults(make, warnings):
+    config = make(uno_mode="tree")
+    assert (config.block_size, config.uno_tree_top_k, config.num_speculative_tokens) == (16, 32, 32)
+    assert config.draft_sample_method == "greedy"  # no draft law is kept
+    assert config.uno_mode == "tree"
+    assert "uno_mode='tree', uno_block_size=16, uno_tree_top_k=32" in repr(config)
+    assert "uno_block_size=16 is more than the largest block size" in warnings[0]
+
+
+def test_top_k_turns_tree_mode_on(make):
+    config = make(uno_tree_top_k=4, uno_block_size=6, num_speculative_tokens=20)
+    assert config.uno_mode == "tree"
+    assert (config.block_size, config.uno_tree_top_k, config.num_speculative_tokens) == (6, 4, 20)
+    assert make(uno_tree_top_k=1).uno_mode == "linear"
+    # Of one candidate a position: a chain, if it is asked for.
+    assert make(uno_mode="tree", uno_tree_top_k=1, num_speculative_tokens=8).uno_mode == "tree"
+
+
+def test_linear_block_size(make):
+    for settings in (
+        {"num_speculative_tokens": 4},
+        {"uno_block_size": 4},
+        {"uno_block_size": 4, "num_speculative_tokens": 4, "uno_mode": "linear"},
+    ):
+        config = make(**settings)
+        assert config.uno_mode == "linear"
+        assert config.block_size == config.num_speculative_tokens == 4
+        assert config.uno_tree_top_k == 1
+
+
+def test_tree_survives_replace_and_pickle(make):
+    config = make(uno_mode="tree", num_speculative_tokens=20)
+    for again in (pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
+        assert (again.uno_mode, again.block_size, again.uno_tree_top_k) == ("tree", 16, 32)
+        assert again.num_speculative_tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "texts"),
+    [
+        ({"num_speculative_tokens": 1}, ["(the tree's nodes V) must be 2 to 128", "got 1 nodes"]),
+        ({"num_speculative_tokens": 129, "uno_tree_top_k": 4}, ["must be 2 to 128", "got 129"]),
+        ({"uno_block_size": 1}, ["uno_block_size (B) must be at least 2"]),
+        ({"uno_tree_top_k": 0}, ["uno_tree_top_k", "must be 1 to 128"]),
+        ({"uno_tree_top_k": 129, "num_speculative_tokens": 4}, ["must be 1 to 128"]),
+        (
+            {"uno_tree_top_k": 65, "num_speculative_tokens": 64},
+            ["(V * K) must be at most 4096", "Lower uno_tree_top_k to at most 64"],
+        ),
+        (
+            {"uno_tree_top_k": 3, "uno_block_size": 3, "num_speculative_tokens": 14},
+            ["cannot be filled", "give 13 nodes"],
+        ),
+        ({"uno_tree_top_k": 101, "num_speculative_tokens": 4}, ["vocabulary of 100 tokens"]),
+        ({"draft_sample_method": "probabilistic"}, ["draft_sample_method", "no draft law"]),
+        ({"uno_draft_vocab": "ids.json"}, ["uno_draft_vocab is refused with uno_mode 'tree'"]),
+        ({"rejection_sample_method": "block"}, ["'block' is not lossless"]),
+        ({"uno_mode": "linear", "uno_tree_top_k": 4}, ["uno_tree_top_k=4 with uno_mode 'linear'"]),
+        (
+            {"uno_mode": "linear", "uno_block_size": 4, "num_speculative_tokens": 8},
+            ["uno_block_size=4 with num_speculative_tokens=8", "they are the same"],
+        ),
+    ],
+)
+def test_refused_trees(make, settings, texts):
+    message = error_of(make, **{"uno_mode": "tree", **settings})
+    for text in texts:
+        assert text in message
+
+
+def test_tree_of_every_candidate_is_filled(make):
+    assert (
+        make(uno_tree_top_k=3, uno_block_size=3, num_speculative_tokens=13).num_speculative_tokens
+        == 13
+    )

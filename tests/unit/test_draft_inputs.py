@@ -66,16 +66,21 @@ def fake_block_tables(
     groups=st.integers(1, 3),
     padding=st.integers(0, 3),
     live=st.booleans(),
+    nodes=st.sampled_from([0, 0, 2, 5, 33]),
 )
 def test_kernel_equals_oracle(
-    seed: int, num_reqs: int, block_size: int, groups: int, padding: int, live: bool
+    seed: int, num_reqs: int, block_size: int, groups: int, padding: int, live: bool, nodes: int
 ) -> None:
     g = torch.Generator().manual_seed(seed)
     max_reqs = num_reqs + padding + 1
     width, max_model_len = 12, 90
     idx = torch.randperm(max_reqs, generator=g)[:num_reqs]
-    num_sampled = torch.randint(0, block_size + 2, (num_reqs,), generator=g).int()
-    num_rejected = torch.where(num_sampled > 0, block_size + 1 - num_sampled, 0).int()
+    verified = nodes or block_size  # drafts of a request; nodes of a tree in tree mode
+    num_sampled = torch.randint(0, min(verified, block_size) + 2, (num_reqs,), generator=g).int()
+    num_rejected = torch.where(num_sampled > 0, verified + 1 - num_sampled, 0).int()
+    depths = torch.zeros(max_reqs, nodes, dtype=torch.int32)
+    for node in range(1, nodes):
+        depths[:, node] = torch.randint(1, node + 1, (max_reqs,), generator=g)
     context = torch.randint(block_size + 1, max_model_len, (max_reqs,), generator=g).int()
     prefill_len = torch.randint(1, max_model_len, (max_reqs,), generator=g).int()
     last = torch.randint(0, 1000, (max_reqs, 1), generator=g)
@@ -113,6 +118,7 @@ def test_kernel_equals_oracle(
         block_tables=tables,  # type: ignore[arg-type]
         padded_reqs=num_reqs + padding,
         live=live,
+        verified_depths=depths.to(DEVICE) if nodes else None,
         **common,  # type: ignore[arg-type]
     )
     want = draft_inputs_reference(
@@ -158,7 +164,12 @@ def test_kernel_equals_oracle(
     took = (num_sampled - 1)[:, None]
     assert int(cycles) == int(counted.sum())
     assert int(emitted) == int(num_sampled[counted].sum())
-    assert torch.equal(proposed, counted.sum().expand(block_size))
+    if nodes:
+        counted_depths = depths[idx][counted]
+        expected = [int((counted_depths == depth).sum()) for depth in range(block_size)]
+        assert proposed.tolist() == expected
+    else:
+        assert torch.equal(proposed, counted.sum().expand(block_size))
     assert torch.equal(accepted, (counted[:, None] & (offsets < took)).sum(0))
     drafted = was_drafted.clone()
     if live:

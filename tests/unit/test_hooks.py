@@ -117,12 +117,12 @@ def test_version_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_capture_sizes_cover_draft_and_verify_batches() -> None:
     default = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     for block in (1, 4, 8, 16):
-        sizes = sorted({*default, *extra_capture_sizes(block, 64, 8192)})
+        sizes = sorted({*default, *extra_capture_sizes(block, block + 1, 64, 8192)})
         for rows in (block, block + 1):
             assert covered_requests(sizes, rows, 64) == 64
     # The ceiling, and a token limit below it.
-    assert max(extra_capture_sizes(8, 1024, 8192)) <= 2048
-    assert max(extra_capture_sizes(8, 64, 256)) <= 256
+    assert max(extra_capture_sizes(8, 9, 1024, 8192)) <= 2048
+    assert max(extra_capture_sizes(8, 9, 64, 256)) <= 256
     assert covered_requests(default, 9, 256) < 64  # what vLLM's own sizes leave out
     assert covered_requests([], 9, 64) == 0
 
@@ -146,3 +146,8 @@ def test_default_limits_are_fitted_to_the_draft_rows() -> None:
     args.max_num_seqs, args.max_num_batched_tokens = 100, None
     args._set_default_max_num_seqs_and_batched_tokens_args(None, model, parallel)
     assert args.max_num_seqs == 100 and args.max_num_batched_tokens >= 1600
+    # Trees are wider than their block: the rows of a verify pass count.
+    args.speculative_config = {"method": "uno", "uno_mode": "tree"}
+    args.max_num_seqs, args.max_num_batched_tokens = None, 1000
+    args._set_default_max_num_seqs_and_batched_tokens_args(None, model, parallel)
+    assert args.max_num_seqs == 1000 // 33

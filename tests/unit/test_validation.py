@@ -123,6 +123,20 @@ def test_settings_in_the_way(config, path, value, texts):
     assert message.count("\n- ") == 1
 
 
+def test_sampling_masks_of_trees(config):
+    change(config, "model_config.return_sampling_mask", True)
+    validate(config)
+    change(config, "speculative_config.uno_mode", "tree")
+    message = refusal(config)
+    assert "return_sampling_mask" in message and "set uno_mode to 'linear'" in message
+
+
+def test_rows_of_a_tree_s_draft(config):
+    change(config, "speculative_config.uno_mode", "tree")
+    change(config, "speculative_config.uno_block_size", 9)
+    assert "max_num_seqs=16 with uno_block_size=9: the 144 rows" in refusal(config)
+
+
 def test_user_lora_is_served_on_a_gpu(config, monkeypatch):
     change(config, "lora_config", LoRAConfig())
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)

@@ -68,7 +68,7 @@ def register_tree_backends() -> None:
             raise ValueError(
                 f"UNO's tree mode replaces attention backend {backend.name}, and so does "
                 f"{backend.get_path()}. Leave one of the two out, or use linear mode "
-                "(uno_tree_top_k 1)."
+                "(uno_mode 'linear')."
             )
         register_backend(backend, path)
     forget_chosen_backends()
@@ -94,7 +94,7 @@ def check_tree_backends(vllm_config: Any) -> None:
             raise ValueError(
                 f"UNO's tree mode does not support attention backend {backend.get_name()} (layer "
                 f"{name}). Supported: {', '.join(b.name for b in _BACKENDS)}; choose one with "
-                "--attention-backend, or use linear mode (uno_tree_top_k 1)."
+                "--attention-backend, or use linear mode (uno_mode 'linear')."
             )
 
 
@@ -328,7 +328,7 @@ def _refuse(found: list[str]) -> None:
     if found:
         raise ValueError(
             f"UNO's tree mode does not support {' or '.join(found)}, which this model or its "
-            "settings need. Linear mode does: uno_tree_top_k 1."
+            "settings need. Linear mode does: uno_mode 'linear'."
         )
 
 

@@ -74,7 +74,8 @@ class TreeBuffers:
         )
 
 
-@triton.jit
+# Not specialised: or batches of 1, of 16, ... requests would compile anew.
+@triton.jit(do_not_specialize=["num_reqs"])
 def _build_kernel(
     tokens_ptr,
     parents_ptr,

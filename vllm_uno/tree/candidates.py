@@ -204,7 +204,8 @@ def _take_best(order, token, K: tl.constexpr, K_PADDED: tl.constexpr):
     return orders, tl.where(orders == _NO_ORDER, _LAST_TOKEN, tokens)
 
 
-@triton.jit
+# Not specialised: or batches of 1, of 16, ... rows would compile anew.
+@triton.jit(do_not_specialize=["num_rows"])
 def _top_k_kernel(
     tokens_ptr,
     log_probs_ptr,

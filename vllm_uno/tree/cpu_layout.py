@@ -8,6 +8,8 @@ may change; that it is a permutation is all that reading and moving slots need.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
@@ -71,3 +73,38 @@ def _written(
     slots = torch.arange(block_size)
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
     return cache.flatten().round().long()
+
+
+def compact_kv_cpu(
+    layers: Sequence[Any],
+    groups: Sequence[int],
+    *,
+    path: torch.Tensor,
+    num_sampled: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    block_tables: Any,
+) -> None:
+    """`compaction.compact_kv` for vLLM's CPU caches.
+
+    Args:
+        layers: attention layers with their `kv_cache` [blocks, heads, block size, content].
+        groups: of each layer, the index of its KV cache group.
+    """
+    moves = []
+    for request, accepted in enumerate((num_sampled - 1).tolist()):
+        rows = path[idx_mapping[request], 1 : accepted + 1].tolist() if accepted > 0 else []
+        context = int(positions[cu_num_logits[request]])
+        moves += [(request, context + row, context + i) for i, row in enumerate(rows, 1) if row > i]
+    for layer, group in zip(layers, groups, strict=True):
+        cache = layer.kv_cache
+        blocks, heads, block_size, content = cache.shape
+        keys, values = slot_elements(str(layer.isa), cache.dtype, block_size, content // 2)
+        elements = torch.cat([keys, values], dim=1)
+        flat = cache.view(blocks, heads, -1)
+        table = block_tables.input_block_tables[group]
+        for request, source, target in moves:
+            from_block, to_block = (int(table[request, p // block_size]) for p in (source, target))
+            moved = flat[from_block][:, elements[source % block_size]]
+            flat[to_block][:, elements[target % block_size]] = moved

@@ -51,6 +51,13 @@ class TreeState:
             slots=torch.full((max_num_seqs,), CAUSAL, dtype=torch.int32, device=device),
         )
 
+    @classmethod
+    def over(cls, ancestors: torch.Tensor) -> TreeState:
+        """Of the trees whose ancestor masks these are."""
+        max_num_seqs, num_nodes, _ = ancestors.shape
+        slots = torch.full((max_num_seqs,), CAUSAL, dtype=torch.int32, device=ancestors.device)
+        return cls(num_nodes=num_nodes, ancestors=ancestors, slots=slots)
+
     @contextmanager
     def verifying(self, idx_mapping: torch.Tensor, num_drafted: int) -> Iterator[None]:
         """While open, metadata builders prepare tree attention. No host sync.

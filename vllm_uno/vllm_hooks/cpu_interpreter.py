@@ -220,4 +220,8 @@ def _mend_top_k_top_p() -> None:
     def apply_top_k_top_p(logits: Any, k: Any, p: Any) -> Any:
         return module.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
-    module.apply_top_k_top_p = apply_top_k_top_p
+    original = module.apply_top_k_top_p
+    # Others take the name at import, which may have come before the plugins.
+    for user in [module, *sys.modules.values()]:
+        if getattr(user, "__dict__", {}).get("apply_top_k_top_p") is original:
+            user.apply_top_k_top_p = apply_top_k_top_p

@@ -54,18 +54,22 @@ def _set_default_limits(original: Any) -> Any:
             return
         from vllm.logger import init_logger
 
-        from vllm_uno.config import DEFAULT_BLOCK_SIZE
+        from vllm_uno.config import mode_of, sizes_of
         from vllm_uno.validation import fit_limits
 
-        block_size = settings.get("num_speculative_tokens") or self.spec_tokens
-        rows = int(block_size or DEFAULT_BLOCK_SIZE)
-        if self.enable_lora:  # vLLM itself then asks for K+1 rows a request
-            rows += 1
+        if self.spec_tokens is not None:
+            settings.setdefault("num_speculative_tokens", self.spec_tokens)
+        block_size, _, verified = sizes_of(settings)
+        rows = int(block_size)
+        # vLLM itself asks for K+1 rows a request where LoRA is on. Trees are that much wider than
+        # their block that without them a step could not verify all requests.
+        if self.enable_lora or mode_of(settings) == "tree":
+            rows = max(rows, int(verified) + 1)
         limits = (self.max_num_seqs, self.max_num_batched_tokens)
         fitted = fit_limits(user_seqs, user_tokens, *limits, rows)
         if fitted != limits:
             init_logger("vllm.uno").info(
-                "UNO: %d draft rows a request: (max_num_seqs, max_num_batched_tokens) %s -> %s; "
+                "UNO: %d rows a request: (max_num_seqs, max_num_batched_tokens) %s -> %s; "
                 "set both to choose yourself",
                 rows,
                 limits,

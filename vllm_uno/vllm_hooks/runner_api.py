@@ -10,9 +10,12 @@ from __future__ import annotations
 import inspect
 
 import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.triton_utils import tl, triton
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.attn_utils import (
@@ -24,16 +27,27 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import _load_ptr as load_ptr
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.dp_utils import DPSyncState, dispatch_cg_and_sync_dp
-from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.input_batch import (
+    InputBatch,
+    InputBuffers,
+    get_num_sampled_and_rejected,
+)
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax, murmur3_hash32
+from vllm.v1.worker.gpu.sample.gumbel import (
+    gumbel_noised_argmax,
+    gumbel_sample,
+    murmur3_hash32,
+)
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
-from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, use_penalty
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -41,7 +55,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_uno.vllm_hooks.hook import UnsupportedVllm, installed_vllm
 
 __all__ = [
+    "NO_LOGPROBS",
     "PAD_SLOT_ID",
+    "PROCESSED_LOGPROBS_MODES",
     "AttentionCGSupport",
     "BadWordsState",
     "BatchExecutionDescriptor",
@@ -53,18 +69,25 @@ __all__ = [
     "InputBuffers",
     "LogitBiasState",
     "LogitsContext",
+    "LogprobsTensors",
     "ModelState",
     "PenaltiesState",
     "Sampler",
+    "SamplerOutput",
     "SamplingStates",
     "apply_top_k_top_p",
+    "async_tensor_h2d",
     "build_attn_metadata",
     "build_slot_mappings_by_layer",
     "check_runner_api",
+    "compute_topk_scores",
     "dispatch_cg_and_sync_dp",
     "filter_scratch",
     "get_max_chunk_logits",
+    "get_num_nans",
+    "get_num_sampled_and_rejected",
     "gumbel_noised_argmax",
+    "gumbel_sample",
     "init_attn_backend",
     "load_ptr",
     "murmur3_hash32",
@@ -72,6 +95,7 @@ __all__ = [
     "resolve_model_state_cls",
     "tl",
     "triton",
+    "use_penalty",
 ]
 
 _PARAMETERS: dict[object, tuple[str, ...]] = {
@@ -116,6 +140,19 @@ _PARAMETERS: dict[object, tuple[str, ...]] = {
         "slot_mappings",
     ),
     ModelState.custom_sampler: ("self", "sampler"),
+    gumbel_sample: (
+        "logits",
+        "expanded_idx_mapping",
+        "temperature",
+        "seed",
+        "pos",
+        "apply_temperature",
+        "is_drafting",
+        "logits_cache",
+        "logits_cache_col",
+        "use_fp64",
+        "logits_cache_source",
+    ),
     gumbel_noised_argmax.fn: (
         "logits",
         "keys",

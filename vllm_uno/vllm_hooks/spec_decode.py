@@ -15,12 +15,15 @@ def _init_speculator(original: Any) -> Any:
         if vllm_config.speculative_config.method != "uno":
             return original(vllm_config, device, req_states)
         try:
-            from vllm_uno.proposer import UnoProposer
+            if vllm_config.speculative_config.uno_mode == "tree":
+                from vllm_uno.tree.proposer import TreeProposer as Proposer
+            else:
+                from vllm_uno.proposer import UnoProposer as Proposer
         except ImportError as error:
             raise UnsupportedVllm(
                 f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: {error}"
             ) from error
-        return UnoProposer(vllm_config, device, req_states)
+        return Proposer(vllm_config, device, req_states)
 
     # `model_runner` imports the function by name. It is loaded after the
     # plugins in a worker, but may be there already in one process.

@@ -24,8 +24,9 @@ def _num_lookahead_tokens(original: property) -> property:
             assert original.fget is not None
             return original.fget(self)
         # After a step that schedules K+1 tokens, C is at most K+1 further on
-        # and the draft writes B = K rows from there (internals, section 2.5).
-        return spec.num_speculative_tokens
+        # and the draft writes B rows from there (internals, section 2.5).
+        # Verify rows are scheduled tokens: they have slots of their own.
+        return spec.block_size
 
     return property(num_lookahead_tokens)
 
@@ -52,12 +53,12 @@ def _post_init(original: Any) -> Any:
 
 
 def extra_capture_sizes(
-    block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+    block_size: int, verify_rows: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> list[int]:
-    """Token counts of uniform draft (n * B) and verify (n * (B + 1)) batches, ascending."""
+    """Token counts of uniform draft (n * B) and verify (n * (K + 1)) batches, ascending."""
     limit = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
     counts = {1, 2, 4, max_num_seqs, *range(8, max_num_seqs + 1, 8)}
-    sizes = {n * rows for n in counts if n <= max_num_seqs for rows in (block_size, block_size + 1)}
+    sizes = {n * rows for n in counts if n <= max_num_seqs for rows in (block_size, verify_rows)}
     return sorted(size for size in sizes if size <= limit)
 
 
@@ -79,7 +80,8 @@ def _set_cudagraph_sizes(original: Any) -> Any:
         ):
             return
         extra = extra_capture_sizes(
-            spec.num_speculative_tokens,
+            spec.block_size,
+            spec.num_speculative_tokens + 1,
             self.scheduler_config.max_num_seqs,
             self.scheduler_config.max_num_batched_tokens,
         )
