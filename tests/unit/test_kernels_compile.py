@@ -43,10 +43,11 @@ pointers = {
     "last_sampled_ptr": "*i64", "seeds_ptr": "*i64", "block_table_ptrs": "*u64",
     "block_table_strides": "*i64", "kv_block_sizes_ptr": "*i32", "num_blocks_ptr": "*i32",
 }
-for groups, block in ((1, 8), (3, 3)):
+pointers["depths_ptr"] = "*i32"
+for groups, block, nodes in ((1, 8, 0), (3, 3, 20)):
     compile_for_h200(
         draft_inputs._draft_inputs_kernel, pointers, NUM_GROUPS=groups, BLOCK_SIZE=block,
-        ROWS=triton.next_power_of_2(block), PAD_CHUNK=1024,
+        ROWS=triton.next_power_of_2(block), NODES=nodes, NODES_PADDED=32, PAD_CHUNK=1024,
     )
 
 rows = {

@@ -21,7 +21,7 @@ class Driver:
 backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
 import vllm.triton_utils
 del backends["cpu"]
-from vllm_uno.tree import builder, candidates, compaction, walk
+from vllm_uno.tree import builder, candidates, compaction, rows, synthetic, walk
 
 def compile_for_h200(kernel, types, warps, aligned=(), **constants):
     names = [p.name for p in kernel.params]
@@ -86,6 +86,22 @@ types = {
 compile_for_h200(
     compaction._compact_kernel, types, 4, UNIT=8, STEPS=8, HEADS=8, CONTENT=64
 )
+batch = {
+    "positions_ptr": "*i64", "cu_num_logits_ptr": "*i32", "idx_mapping_ptr": "*i64",
+}
+types = {**batch, "query_start_loc_ptr": "*i32", "depths_ptr": "*i32"}
+compile_for_h200(rows._depth_positions_kernel, types, 1, V=33, NODES=64)
+types = {
+    "tokens_ptr": "*i32", "pos_ptr": "*i64", "input_ids_ptr": "*i32", "positions_ptr": "*i64",
+    "logits_indices_ptr": "*i64", "slots_ptr": "*i64", "local_pos_ptr": "*i32",
+    "prefill_len_ptr": "*i32",
+}
+compile_for_h200(rows._gather_rows_kernel, types, 4, N=1024)
+types = {
+    **batch, "path_ptr": "*i32", "num_sampled_ptr": "*i32", "sampled_ptr": "*i64",
+    "target_ptr": "*i64", "row_tokens_ptr": "*i32", "seeds_ptr": "*i64", "rates_ptr": "*fp32",
+}
+compile_for_h200(synthetic._impose_kernel, types, 1, V=32, ROWS=64)
 """
 
 
@@ -95,4 +111,4 @@ def test_kernels_compile_for_sm_90() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, env=env, check=False
     )
-    assert done.stdout.count("COMPILED") == 9, done.stdout[-800:] + done.stderr[-3000:]
+    assert done.stdout.count("COMPILED") == 12, done.stdout[-800:] + done.stderr[-3000:]
