@@ -27,11 +27,11 @@ import argparse
 import functools
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu_timing import capture, milliseconds
 
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_kernels import (
@@ -196,27 +196,6 @@ def punica(site: Site, x: torch.Tensor, out: torch.Tensor) -> None:
     h = torch.zeros(len(site.widths), rows, RANK, dtype=torch.float32, device=x.device)
     lora_shrink(x, site.punica_a, h, *meta_args, 1.0)
     lora_expand(h, site.punica_b, out, *meta_args, offset_start=0, add_inputs=True)
-
-
-def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    for _ in range(2):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
-def milliseconds(graph: torch.cuda.CUDAGraph, replays: int = 8) -> float:
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / replays
 
 
 def copy_bandwidth() -> float:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_timing import capture, milliseconds
 from vllm.v1.attention.backends.fa_utils import (
     flash_attn_varlen_func,
     get_flash_attn_version,
@@ -250,27 +251,6 @@ class Setting:
 def over_layers(work: Callable[[int], torch.Tensor], layers: int) -> None:
     for layer in range(layers):
         work(layer)
-
-
-def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    for _ in range(2):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
-def milliseconds(graph: torch.cuda.CUDAGraph, replays: int = 8) -> float:
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / replays
 
 
 if __name__ == "__main__":

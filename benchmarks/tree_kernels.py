@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_timing import capture, milliseconds
 
 from vllm_uno.tree import candidates as candidates_module
 from vllm_uno.tree.builder import TreeBuffers, build_trees
@@ -98,7 +99,7 @@ def measure(requests: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
         "compact": compact,
         "torch_topk": functools.partial(with_torch, logits),
     }
-    graphs = {name: capture(work) for name, work in works.items()}
+    graphs = {name: capture(work, COPIES) for name, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, graph in graphs.items():
@@ -114,7 +115,7 @@ def first_pass(select: Callable[[], None], repeats: int) -> list[float]:
     kernel = candidates_module._top_k_kernel
     candidates_module._top_k_kernel = Nothing()
     try:
-        graph = capture(select)
+        graph = capture(select, COPIES)
         return [microseconds(graph) for _ in range(repeats)]
     finally:
         candidates_module._top_k_kernel = kernel
@@ -206,32 +207,14 @@ def after_verification(
 COPIES = 20
 
 
-def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    for _ in range(2):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(COPIES):
-            work()
-    return graph
-
-
 def microseconds(graph: torch.cuda.CUDAGraph, replays: int = 10) -> float:
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * float(start.elapsed_time(end)) / replays / COPIES
+    return 1e3 * milliseconds(graph, replays) / COPIES
 
 
 def read_bandwidth() -> float:
     """Bytes a second of reading a large tensor."""
     x = torch.zeros(1 << 30, dtype=torch.float32, device="cuda")
-    graph = capture(lambda: x.sum())  # type: ignore[arg-type]
+    graph = capture(lambda: x.sum(), COPIES)
     return 4 * x.numel() / (microseconds(graph, 2) / 1e6)
 
 

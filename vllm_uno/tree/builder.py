@@ -29,6 +29,7 @@ from vllm_uno.tree.keys import (
     order_float,
     pack_key,
 )
+from vllm_uno.tree.state import chain_ancestors
 from vllm_uno.vllm_hooks.runner_api import tl, triton
 
 MAX_NODES = 128
@@ -61,7 +62,6 @@ class TreeBuffers:
         if not 1 <= num_nodes <= MAX_NODES:
             raise ValueError(f"a tree of {num_nodes} nodes: need 1 to {MAX_NODES}")
         node = torch.arange(num_nodes, dtype=torch.int32)
-        chain = ancestors_reference(node[None] - 1)
 
         def rows(x: torch.Tensor) -> torch.Tensor:
             return x.expand(max_num_reqs, *x.shape).contiguous().to(device)
@@ -70,7 +70,7 @@ class TreeBuffers:
             tokens=rows(torch.zeros_like(node)),
             parents=rows(node - 1),
             depths=rows(node),
-            ancestors=rows(chain[0]),
+            ancestors=rows(chain_ancestors(num_nodes, torch.device("cpu"))),
         )
 
 
