@@ -6,9 +6,8 @@ Two functional operators, opaque to torch.compile, which trace with any number o
 
 `torch.ops.vllm_uno.uno_linear`  plain weights. Few rows are one launch: up to `STREAM_ROWS` on
     Hopper GPUs (csrc/cuda/uno_linear_sm90.cu), up to `SKINNY_ROWS` on others
-    (csrc/cuda/uno_linear.cu). Above, three: A, cuBLAS's base product, and one pass that adds the B
-    side of every packed layer. A is a kernel of ours on Hopper; on others cuBLAS runs it on a side
-    stream, beside the base product.
+    (csrc/cuda/uno_linear.cu). Above, three: cuBLAS's base product, A beside it on a side stream,
+    and one pass that adds the B side of every packed layer.
 `torch.ops.vllm_uno.lora_add`    behind any other base layer (a quantised one), on its output.
 
 Both have a plain PyTorch version: on the CPU, and as the oracle of their tests.
@@ -25,9 +24,10 @@ import torch.nn.functional as F
 from vllm_uno.adapter import LinearLora
 from vllm_uno.ops import extension_error, lora_shrink_reference
 
-# Rows that `uno_linear_skinny` and `uno_linear_sm90` take.
-SKINNY_ROWS = 32
-STREAM_ROWS = 64
+# Rows up to which one launch is the fastest, `uno_linear_skinny` and `uno_linear_sm90`. They take 32
+# and 64; measured on an H200, docs/decisions.md has the table.
+SKINNY_ROWS = 16
+STREAM_ROWS = 16
 # Columns of the output for each multiprocessor, at most, in `uno_linear_sm90`.
 _STREAM_COLUMNS = 256
 _RANKS = (64, 128, 256)
@@ -219,20 +219,16 @@ def _uno_linear_cuda(
     block_size: int,
     sync: torch.Tensor,
 ) -> torch.Tensor:
-    few = STREAM_ROWS if _streams(weight) else SKINNY_ROWS
-    if x.shape[0] <= few:
+    streams = _streams(weight)
+    if x.shape[0] <= (STREAM_ROWS if streams else SKINNY_ROWS):
         no_bias = x.new_empty(0) if bias is None else bias
         one_launch = (
             torch.ops.vllm_uno.uno_linear_sm90
-            if few == STREAM_ROWS
+            if streams
             else torch.ops.vllm_uno.uno_linear_skinny
         )
         return one_launch(x, weight, no_bias, a, b, end0, end1, block_size, sync)
-    if few == STREAM_ROWS:
-        h = torch.ops.vllm_uno.lora_shrink_sm90(x, a, block_size)
-        base = F.linear(x, weight, bias)
-    else:
-        base, h = shrink_beside(x, a, weight, bias)
+    base, h = shrink_beside(x, a, weight, bias)
     # In place: nobody else has seen it, and at many rows it lies in the second-level cache.
     return torch.ops.vllm_uno.lora_expand_(base, h, b, end0, end1, block_size)
 
