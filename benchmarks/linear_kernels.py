@@ -10,9 +10,7 @@ projections), as one CUDA graph, by number of rows:
     fused    torch.ops.vllm_uno.uno_linear: base and LoRA, as the draft view runs
     stream   its one launch for few rows on Hopper GPUs
     skinny   its one launch for few rows on others
-    three    A, base product, one pass for B: its way for more rows on Hopper GPUs
-    side     A on a side stream beside the base product, then one pass for B: on others
-    shrink   the base product and our A alone
+    side     A on a side stream beside the base product, then one pass for B: its way for more rows
     expand   the base product and the pass for B alone
     punica   base plus vLLM's own LoRA kernels (shrink and expand), one adapter on every row
 
@@ -35,8 +33,8 @@ from gpu_timing import capture, milliseconds
 
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_kernels import (
-    SKINNY_ROWS,
-    STREAM_ROWS,
+    SKINNY_MAX_ROWS,
+    STREAM_MAX_ROWS,
     KernelLora,
     kernel_lora,
     shrink_beside,
@@ -60,9 +58,7 @@ KINDS = (
     "fused",
     "stream",
     "skinny",
-    "three",
     "side",
-    "shrink",
     "expand",
     "punica",
 )
@@ -93,7 +89,7 @@ def main() -> None:
         inputs = {c: torch.randn(rows, c, device="cuda", dtype=torch.bfloat16) for c, _ in SITES}
         graphs = {}
         for kind in args.kinds:
-            if rows > {"stream": STREAM_ROWS, "skinny": SKINNY_ROWS}.get(kind, rows):
+            if rows > {"stream": STREAM_MAX_ROWS, "skinny": SKINNY_MAX_ROWS}.get(kind, rows):
                 continue
             try:
                 graphs[kind] = capture(functools.partial(run, layers, inputs, kind))
@@ -137,7 +133,7 @@ class Site:
         kernel = kernel_lora(self.lora)
         assert kernel is not None
         self.kernel: KernelLora = kernel
-        self.sync = sync_words(self.weight.device)
+        self.sync = sync_words(kernel.a)
         # Punica: [adapters, rank, in] and [adapters, out, rank] for each slice.
         self.punica_a = [self.lora.a[RANK * i : RANK * (i + 1)][None] for i in range(len(widths))]
         self.punica_b = [b[None] for b in self.lora.b]
@@ -167,12 +163,9 @@ def run(layers: list[list[Site]], inputs: dict[int, torch.Tensor], kind: str) ->
             if kind == "side":
                 out, h = shrink_beside(x, k.a, site.weight, None)
             else:
-                if kind in ("three", "shrink"):
-                    h = torch.ops.vllm_uno.lora_shrink_sm90(x, k.a, BLOCK)
-                else:
-                    h = x[:, : k.a.shape[0]]  # any numbers do
+                h = x[:, : k.a.shape[0]]  # any numbers do
                 out = F.linear(x, site.weight)
-            if kind in ("side", "three", "expand"):
+            if kind in ("side", "expand"):
                 torch.ops.vllm_uno.lora_expand_(out, h, k.b, k.end0, k.end1, BLOCK)
             elif kind == "torch":
                 add_lora(out, x, lora.a, list(lora.b), lora.out_slices, lora.rank_slices, BLOCK)

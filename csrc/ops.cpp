@@ -11,7 +11,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_uno, m) {
   m.def(
       "uno_linear_sm90(Tensor x, Tensor weight, Tensor bias, Tensor a, Tensor b, int end0, "
       "int end1, int block_size, Tensor sync) -> Tensor");
-  m.def("lora_shrink_sm90(Tensor x, Tensor a, int block_size) -> Tensor");
   m.def(
       "lora_expand_(Tensor(a!) base, Tensor h, Tensor b, int end0, int end1, int block_size) -> "
       "Tensor(a!)");

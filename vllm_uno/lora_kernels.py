@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from vllm_uno.adapter import LinearLora
 from vllm_uno.ops import extension_error, lora_shrink_reference
 
-# Rows up to which one launch is the fastest, `uno_linear_skinny` and `uno_linear_sm90`. They take 32
-# and 64; measured on an H200, docs/decisions.md has the table.
-SKINNY_ROWS = 16
-STREAM_ROWS = 16
+# Rows that `uno_linear_skinny` and `uno_linear_sm90` take, and up to which they are the fastest way
+# (measured on an H200: docs/decisions.md has the table).
+SKINNY_MAX_ROWS, SKINNY_ROWS = 32, 16
+STREAM_MAX_ROWS, STREAM_ROWS = 64, 16
 # Columns of the output for each multiprocessor, at most, in `uno_linear_sm90`.
 _STREAM_COLUMNS = 256
 _RANKS = (64, 128, 256)
@@ -116,9 +116,9 @@ def slow_path(device: torch.device) -> str | None:
     return None
 
 
-def sync_words(device: torch.device) -> torch.Tensor:
-    """What the blocks of one layer's skinny launches tell each other by; zero between them."""
-    return torch.zeros(2, dtype=torch.int32, device=device)
+def sync_words(a: torch.Tensor) -> torch.Tensor:
+    """What the blocks of one layer's launches tell each other by; zero between them."""
+    return torch.zeros(2 + a.shape[0] // 8, dtype=torch.int32, device=a.device)
 
 
 def lora_add_reference(
@@ -199,13 +199,9 @@ def shrink_beside(
 def _streams(weight: torch.Tensor) -> bool:
     """Whether `uno_linear_sm90` takes this layer."""
     device = torch.cuda.get_device_properties(weight.device)
-    return _is_hopper(weight.device) and (
+    return (device.major, device.minor) == (9, 0) and (
         weight.shape[0] <= _STREAM_COLUMNS * device.multi_processor_count
     )
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _uno_linear_cuda(
@@ -242,9 +238,8 @@ def _lora_add_cuda(
     end1: int,
     block_size: int,
 ) -> torch.Tensor:
-    h = torch.ops.vllm_uno.lora_shrink_sm90(x, a, block_size) if _is_hopper(x.device) else x @ a.t()
     # Which leaves seed rows alone, whatever h holds there.
-    return torch.ops.vllm_uno.lora_expand(base, h, b, end0, end1, block_size)
+    return torch.ops.vllm_uno.lora_expand(base, x @ a.t(), b, end0, end1, block_size)
 
 
 def _uno_linear_cpu(

@@ -124,7 +124,7 @@ class UnoLinearMethod(LinearMethodBase):
         if kernel is not None:
             layer.register_buffer("uno_a", kernel.a, persistent=False)
             layer.register_buffer("uno_b", kernel.b, persistent=False)
-            layer.register_buffer("uno_sync", sync_words(lora.a.device), persistent=False)
+            layer.register_buffer("uno_sync", sync_words(kernel.a), persistent=False)
             method.ends = (kernel.end0, kernel.end1)
         else:
             layer.register_buffer("uno_a", lora.a, persistent=False)

@@ -1,5 +1,4 @@
-// Linear layers of the draft pass with their row-gated LoRA on Hopper GPUs: whole for up to 64 rows
-// (`uno_linear_sm90`), and for more rows their A (`lora_shrink_sm90`).
+// Linear layers of the draft pass with their row-gated LoRA on Hopper GPUs, for up to 64 rows.
 //
 //     y[n] = x[n] W^T + bias + gate(n) h[n] B^T,   h[n] = x[n] A^T,   gate(n) = n % block_size != 0
 //
@@ -10,19 +9,18 @@
 // With so few rows a pass over W at the memory's speed is all there is. One launch does everything:
 // each multiprocessor has one thread block with an equal share of the rows of W and A, in groups of
 // eight. One warp streams them through shared memory by the copy engine, as far ahead as there is
-// room; four warps multiply: `wgmma` takes 64 rows of W by 8 to 64 of x. What lies behind a block's
-// last row of W in shared memory is multiplied too and never stored. Blocks with a group of A do that
-// first and signal; h B^T is R more columns of the same sum, at its end.
+// room; two warpgroups multiply, a stage each in turn: `wgmma` takes 64 rows of W by 8 to 64 of x.
+// What lies behind a block's last row of W in shared memory is multiplied too and never stored.
+//
+// A comes first, in units of eight rows by a part of K, so that every block has some: with one
+// product's latency for each 64 columns of eight rows, whole rows would keep their blocks longest.
+// The sums of a unit lie in memory; whoever adds the last one to a group adds them up, in their
+// order, and signals. h B^T is R more columns of the same sum as x W^T, at its end.
 //
 // The weights do not depend on the kernel before: their first loads are issued while it ends
 // (programmatic dependent launch). So a kernel that writes weights must not come directly before.
 // Blocks wait for those with a group of A: all must become resident, which two such launches on two
 // streams at a time do not promise. The draft pass has one stream.
-//
-// With many rows a library's product is the better one for W, but not for A: few columns are few
-// tiles, each with all of K to go through, and beside W's product they take it the multiprocessors
-// that its last wave needs. `lora_shrink_sm90` cuts K into up to eight parts, whose thread blocks
-// add up their sums through each other's shared memory (a cluster).
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -50,8 +48,10 @@ constexpr int kSlices = 3;
 constexpr int kGroup = 8;                  // rows: a swizzle atom of 8 x 128 bytes
 constexpr int kChunk = 64;                 // columns: 128 bytes
 constexpr int kRowBytes = 128;
-constexpr int kConsumers = 128;            // a warpgroup
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2 * kWarpgroup;
 constexpr int kThreads = kConsumers + 32;  // and the producer's warp
+constexpr int kParts = 8;                  // of K, in units of A; at most
 constexpr int kMaxStages = 32;
 constexpr int kMaxGroups = 32;             // of W in one thread block
 constexpr int kTileRows = 64;              // of W in one product
@@ -64,21 +64,16 @@ struct Stream {
   void* hidden;
   void* y;
   const void* bias;  // or null
-  int* sync;  // [0]: groups of A that are written; [1]: blocks that have seen all; 0 at rest
+  float* partial;  // [groups of A, parts, warpgroups, x_rows, 8]
+  // [0]: groups of A that are written; [1]: blocks that have seen all; [2 + group]: sums of it that
+  // are written. All 0 at rest.
+  int* sync;
   int rows, x_rows, k, n, rank, slices, block_size;
   int ends[kSlices];
   int lo, hi_blocks, groups;  // groups of W: lo in each block, one more in the first hi_blocks; most
   int a_groups, stages, chunks_per_stage;
+  int parts, lo_units, hi_units;  // units of A in each block with few and with many groups of W
 };
-
-struct Shrink {
-  CUtensorMap x, a;  // boxes of 64 rows
-  void* h;
-  int rows, columns, block_size, a_tiles, chunks, chunks_per_part, parts;
-};
-
-constexpr int kShrinkStages = 4;
-constexpr int kShrinkBytes = kShrinkStages * 2 * kTileBytes + 1024;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -184,21 +179,29 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 // What a thread block works on, for both of its roles alike.
 struct Share {
   int first_row, groups;  // of W
+  int first_unit, units;  // of A
   int stage_bytes, chunk_bytes, x_bytes;
   int a_chunk_bytes, a_step;  // with A, whose chunks are small, a stage holds more of them
+  int unit_chunks;
 };
 
 __device__ __forceinline__ Share share_of(const Stream& p) {
-  // The first blocks to run have the groups of A: they get the smaller shares of W.
-  const int block = gridDim.x - 1 - blockIdx.x;
+  const int block = blockIdx.x;
   Share s;
   s.first_row = (block * p.lo + min(block, p.hi_blocks)) * kGroup;
   s.groups = p.lo + (block < p.hi_blocks ? 1 : 0);
+  const int all = p.a_groups * p.parts, before_lo = p.hi_blocks * p.hi_units;
+  const int unit = block < p.hi_blocks ? block * p.hi_units
+                                       : before_lo + (block - p.hi_blocks) * p.lo_units;
+  s.first_unit = min(all, unit);
+  s.units = min(all, unit + (block < p.hi_blocks ? p.hi_units : p.lo_units)) - s.first_unit;
+  s.unit_chunks = p.k / kChunk / p.parts;
   s.x_bytes = p.x_rows * kRowBytes;
   s.chunk_bytes = s.x_bytes + p.groups * kGroup * kRowBytes;
   s.stage_bytes = s.chunk_bytes * p.chunks_per_stage;
   s.a_chunk_bytes = s.x_bytes + kGroup * kRowBytes;
-  s.a_step = min(32, s.stage_bytes / s.a_chunk_bytes);
+  // At least two stages: one for each warpgroup.
+  s.a_step = min(min(32, s.stage_bytes / s.a_chunk_bytes), (s.unit_chunks + 1) / 2);
   return s;
 }
 
@@ -206,9 +209,10 @@ struct Ring {
   uint32_t data, full, empty;  // shared addresses: stages, and a barrier of 8 bytes for each
   int stages;
   int stage = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == stages) {
-      stage = 0;
+  __device__ __forceinline__ void advance(int by = 1) {  // at most by `stages`
+    stage += by;
+    if (stage >= stages) {
+      stage -= stages;
       parity ^= 1;
     }
   }
@@ -219,23 +223,22 @@ __device__ void produce(const Stream& p, const Share& s, Ring ring) {
   const uint64_t once = policy_once(), often = policy_often();
   const int k_chunks = p.k / kChunk;
   const int lane = threadIdx.x % 32;
-  int step = s.a_step, offset = lane * s.a_chunk_bytes;  // while it is A
   const CUtensorMap& w_map = p.w[s.groups > p.lo ? 1 : 0];
   const int w_bytes = s.groups * kGroup * kRowBytes, a_bytes = kGroup * kRowBytes;
-  const auto load_weights = [&](const CUtensorMap& map, int bytes, int row, int first, int end) {
-    const int chunks = min(step, end - first);
+  const auto load_weights = [&](const CUtensorMap& map, int bytes, int row, int first, int chunks,
+                                int chunk_bytes) {
     const uint32_t barrier = ring.full + 8 * ring.stage;
     if (lane == 0) barrier_expect(barrier, chunks * (bytes + s.x_bytes));
     __syncwarp();
     if (lane < chunks) {
-      load_box(ring.data + ring.stage * s.stage_bytes + offset + s.x_bytes, map, barrier,
+      load_box(ring.data + ring.stage * s.stage_bytes + lane * chunk_bytes + s.x_bytes, map, barrier,
                (first + lane) * kChunk, row, once);
     }
   };
-  const auto load_x = [&](const CUtensorMap& map, int column, int first, int end) {
-    if (lane < min(step, end - first)) {
-      load_box(ring.data + ring.stage * s.stage_bytes + offset, map, ring.full + 8 * ring.stage,
-               column + (first + lane) * kChunk, 0, often);
+  const auto load_x = [&](const CUtensorMap& map, int column, int chunks, int chunk_bytes) {
+    if (lane < chunks) {
+      load_box(ring.data + ring.stage * s.stage_bytes + lane * chunk_bytes, map,
+               ring.full + 8 * ring.stage, column + lane * kChunk, 0, often);
     }
   };
   const auto wait_empty = [&] { barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1); };
@@ -244,36 +247,43 @@ __device__ void produce(const Stream& p, const Share& s, Ring ring) {
     prefetch_map(w_map);
     prefetch_map(p.x);
     prefetch_map(p.h);
-    if (static_cast<int>(blockIdx.x) < p.a_groups) prefetch_map(p.a);
+    if (s.units > 0) prefetch_map(p.a);
     for (int slice = 0; slice < p.slices; ++slice) prefetch_map(p.b[slice]);
   }
-  bool started = false;
-  const auto stream = [&](const CUtensorMap& map, int bytes, int row) {
-    int first = 0;
-    if (!started) {
-      started = true;
-      const Ring at_start = ring;
-      const int stages = min(ring.stages, (k_chunks + step - 1) / step);
-      for (int i = 0; i < stages; ++i, ring.advance()) {
-        load_weights(map, bytes, row, i * step, k_chunks);
-      }
-      ring = at_start;
-      asm volatile("griddepcontrol.wait;" ::: "memory");
-      for (int i = 0; i < stages; ++i, ring.advance()) load_x(p.x, 0, i * step, k_chunks);
-      first = stages * step;
-    }
-    for (; first < k_chunks; first += step, ring.advance()) {
-      wait_empty();
-      load_weights(map, bytes, row, first, k_chunks);
-      load_x(p.x, 0, first, k_chunks);
+  // Stages: those of A's units, then those of W.
+  const int unit_stages = (s.unit_chunks + s.a_step - 1) / s.a_step;
+  const int a_stages = s.units * unit_stages, step = p.chunks_per_stage;
+  const int all_stages = a_stages + (k_chunks + step - 1) / step;
+  const auto weights = [&](int stage) {
+    if (stage < a_stages) {
+      const int unit = s.first_unit + stage / unit_stages, at = stage % unit_stages * s.a_step;
+      load_weights(p.a, a_bytes, unit / p.parts * kGroup, unit % p.parts * s.unit_chunks + at,
+                   min(s.a_step, s.unit_chunks - at), s.a_chunk_bytes);
+    } else {
+      const int at = (stage - a_stages) * step;
+      load_weights(w_map, w_bytes, s.first_row, at, min(step, k_chunks - at), s.chunk_bytes);
     }
   };
-  for (int group = blockIdx.x; group < p.a_groups; group += gridDim.x) {
-    stream(p.a, a_bytes, group * kGroup);
+  const auto inputs = [&](int stage) {
+    if (stage < a_stages) {
+      const int unit = s.first_unit + stage / unit_stages, at = stage % unit_stages * s.a_step;
+      load_x(p.x, (unit % p.parts * s.unit_chunks + at) * kChunk,
+             min(s.a_step, s.unit_chunks - at), s.a_chunk_bytes);
+    } else {
+      const int at = (stage - a_stages) * step;
+      load_x(p.x, at * kChunk, min(step, k_chunks - at), s.chunk_bytes);
+    }
+  };
+  const int at_once = min(ring.stages, all_stages);
+  for (int i = 0; i < at_once; ++i, ring.advance()) weights(i);
+  ring.stage = ring.parity = 0;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  for (int i = 0; i < at_once; ++i, ring.advance()) inputs(i);
+  for (int i = at_once; i < all_stages; ++i, ring.advance()) {
+    wait_empty();
+    weights(i);
+    inputs(i);
   }
-  step = p.chunks_per_stage;
-  offset = lane * s.chunk_bytes;
-  stream(w_map, w_bytes, s.first_row);
 
   // h B^T. B's boxes have as many rows as the larger shares: what is too much is not stored.
   const int last_row = s.first_row + s.groups * kGroup, r_chunks = p.rank / kChunk;
@@ -284,7 +294,9 @@ __device__ void produce(const Stream& p, const Share& s, Ring ring) {
     for (int first = 0; first < r_chunks; first += step, ring.advance()) {
       wait_empty();
       // Rows outside of the slice, before its start too, are filled with zeros.
-      load_weights(p.b[slice], p.groups * kGroup * kRowBytes, s.first_row - start, first, r_chunks);
+      const int chunks = min(step, r_chunks - first);
+      load_weights(p.b[slice], p.groups * kGroup * kRowBytes, s.first_row - start, first, chunks,
+                   s.chunk_bytes);
       if (!seen) {
         seen = true;
         if (lane == 0) {
@@ -293,7 +305,7 @@ __device__ void produce(const Stream& p, const Share& s, Ring ring) {
         __syncwarp();
         asm volatile("fence.proxy.async;" ::: "memory");
       }
-      load_x(p.h, slice * p.rank, first, r_chunks);
+      load_x(p.h, slice * p.rank + first * kChunk, chunks, s.chunk_bytes);
     }
   }
   if (lane == 0 && atomicAdd(p.sync + 1, 1) == static_cast<int>(gridDim.x) - 1) {
@@ -314,20 +326,28 @@ __device__ __forceinline__ void pin(float (&sum)[COUNT][SUMS]) {
   }
 }
 
-// sum [64 COUNT rows of weights, ROWS of x] += over all chunks that come next; at least one.
+// sum [64 COUNT rows of weights, ROWS of x] += over the chunks that come next, at least one: those
+// in every second stage, the first of which is `skip` stages away (and is then, for the next call).
 //
 // As ptxas needs it: loops that run at least once, and fence, products and commit in one basic block.
 // Else it waits after each product (its note C7520).
 template <typename T, int ROWS, int COUNT>
-__device__ __forceinline__ void consume(float (&sum)[COUNT][ROWS / 2], Ring& ring, const Share& s,
-                                        int chunk_bytes, int chunks, int step) {
-  int before = -1, first = 0;
+__device__ __forceinline__ void consume(float (&sum)[COUNT][ROWS / 2], Ring& ring, int& skip,
+                                        const Share& s, int chunk_bytes, int chunks, int step) {
+  const int stages = (chunks + step - 1) / step;
+  if (skip >= stages) {  // all are the other's
+    ring.advance(stages);
+    skip -= stages;
+    return;
+  }
+  ring.advance(skip);
+  int before = -1, index = skip;
   pin(sum);
 #pragma unroll 1
   do {
     barrier_wait(ring.full + 8 * ring.stage, ring.parity);
     const uint32_t at = ring.data + ring.stage * s.stage_bytes;
-    const int here = min(step, chunks - first);
+    const int here = min(step, chunks - index * step);
     int c = 0;
 #pragma unroll 1
     do {
@@ -348,9 +368,10 @@ __device__ __forceinline__ void consume(float (&sum)[COUNT][ROWS / 2], Ring& rin
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     if (before >= 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
     before = ring.stage;
-    ring.advance();
-    first += step;
-  } while (first < chunks);
+    index += 2;
+    ring.advance(min(2, stages - index + 2));
+  } while (index < stages);
+  skip = index - stages;
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   pin(sum);
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
@@ -378,64 +399,104 @@ __device__ __forceinline__ void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
 }
 
+// A unit's sums, by the warp that has its eight rows: to memory, and h where they were the last.
+template <typename T, int ROWS>
+__device__ __forceinline__ void finish_unit(const Stream& p, const float (&sum)[1][ROWS / 2],
+                                            int unit, int warpgroup) {
+  constexpr int kSums = ROWS * kGroup;
+  const int lane = threadIdx.x % 32, group = unit / p.parts;
+  const int count = 2 * p.parts, mine = 2 * (unit % p.parts) + warpgroup;
+  float* const sums = p.partial + static_cast<int64_t>(group) * count * kSums;
+#pragma unroll
+  for (int j = 0; j < ROWS / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      __stcg(sums + mine * kSums + (8 * j + 2 * (lane % 4) + e) * kGroup + lane / 4,
+             sum[0][4 * j + e]);
+    }
+  }
+  __syncwarp();
+  int written = 0;
+  if (lane == 0) {
+    __threadfence();  // after the warp's barrier: it stands for all lanes' writes
+    written = atomicAdd(p.sync + 2 + group, 1);
+    __threadfence();
+  }
+  if (__shfl_sync(0xFFFFFFFF, written, 0) != count - 1) return;
+  T* const h = static_cast<T*>(p.hidden) + group * kGroup;
+  for (int at = lane; at < p.rows * kGroup; at += 32) {
+    const int n = at / kGroup, m = at % kGroup;
+    float total = 0.0F;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) total += __ldcg(sums + i * kSums + at);
+    // A selection, not a product: a seed row may hold NaN.
+    h[static_cast<int64_t>(n) * p.slices * p.rank + m] =
+        narrow<T>(n % p.block_size == 0 ? 0.0F : total);
+  }
+  // Other blocks' copy engines read it.
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __syncwarp();
+  if (lane == 0) {
+    p.sync[2 + group] = 0;
+    __threadfence();
+    atomicAdd(p.sync, 1);
+  }
+  __syncwarp();
+}
+
 // In a sum, a thread's values [4 j + 2 side + e] are of weight row 16 warp + lane / 4 + 8 side and
 // of x's row 8 j + 2 (lane % 4) + e.
 template <typename T, int ROWS, int COUNT>
 __device__ void multiply(const Stream& p, const Share& s, Ring ring, uint8_t* shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, in_group = threadIdx.x % kWarpgroup;
+  const int warp = __shfl_sync(0xFFFFFFFF, in_group / 32, 0);
+  const int warpgroup = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / kWarpgroup), 0);
   const int k_chunks = p.k / kChunk, step = p.chunks_per_stage;
-  for (int group = blockIdx.x; group < p.a_groups; group += gridDim.x) {
+  int skip = warpgroup;
+  for (int unit = s.first_unit; unit < s.first_unit + s.units; ++unit) {
     float sum[1][ROWS / 2] = {};
-    consume<T, ROWS, 1>(sum, ring, s, s.a_chunk_bytes, k_chunks, s.a_step);
-    if (warp == 0) {  // has the eight rows that are A's
-      T* const h = static_cast<T*>(p.hidden) + group * kGroup + lane / 4;
-#pragma unroll
-      for (int j = 0; j < ROWS / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int n = 8 * j + 2 * (lane % 4) + e;
-          if (n >= p.rows) continue;
-          // A selection, not a product: a seed row may hold NaN.
-          h[static_cast<int64_t>(n) * p.slices * p.rank] =
-              narrow<T>(n % p.block_size == 0 ? 0.0F : sum[0][4 * j + e]);
-        }
-      }
-      // Other blocks' copy engines read it.
-      asm volatile("fence.proxy.async;" ::: "memory");
-      __syncwarp();
-      if (lane == 0) {
-        __threadfence();  // after the warp's barrier: it stands for all lanes' writes
-        atomicAdd(p.sync, 1);
-      }
-      __syncwarp();
-    }
+    consume<T, ROWS, 1>(sum, ring, skip, s, s.a_chunk_bytes, s.unit_chunks, s.a_step);
+    if (warp == 0) finish_unit<T, ROWS>(p, sum, unit, warpgroup);
   }
   float sum[COUNT][ROWS / 2] = {};
-  consume<T, ROWS, COUNT>(sum, ring, s, s.chunk_bytes, k_chunks, step);
+  consume<T, ROWS, COUNT>(sum, ring, skip, s, s.chunk_bytes, k_chunks, step);
   const int last_row = s.first_row + s.groups * kGroup;
   for (int slice = 0; slice < p.slices; ++slice) {
     const int start = slice == 0 ? 0 : p.ends[slice - 1];
     if (last_row <= start || s.first_row >= p.ends[slice]) continue;
-    consume<T, ROWS, COUNT>(sum, ring, s, s.chunk_bytes, p.rank / kChunk, step);
+    consume<T, ROWS, COUNT>(sum, ring, skip, s, s.chunk_bytes, p.rank / kChunk, step);
   }
-  // Through shared memory, where no load is under way any more, to whole lines.
+  // Through shared memory, where no load is under way any more: the other warpgroup's sums, then
+  // whole lines.
   constexpr int kPitch = COUNT * kTileRows + 8;
-  T* const out = reinterpret_cast<T*>(shared);
+  float* const others = reinterpret_cast<float*>(shared);
+  T* const out = reinterpret_cast<T*>(others + COUNT * (ROWS / 2) * kWarpgroup);
   const T* const bias = static_cast<const T*>(p.bias);
   sync_consumers();
+  if (warpgroup == 1) {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
+    for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int m = i * kTileRows + warp * 16 + lane / 4 + 8 * side;
-      const bool mine = m < s.groups * kGroup;
-      const float added = bias != nullptr && mine ? widen<T>(bias[s.first_row + m]) : 0.0F;
+      for (int j = 0; j < ROWS / 2; ++j) others[(i * (ROWS / 2) + j) * kWarpgroup + in_group] = sum[i][j];
+    }
+  }
+  sync_consumers();
+  if (warpgroup == 0) {
 #pragma unroll
-      for (int j = 0; j < ROWS / 8; ++j) {
+    for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int n = 8 * j + 2 * (lane % 4) + e;
-          out[n * kPitch + m] = narrow<T>(sum[i][4 * j + 2 * side + e] + added);
+      for (int side = 0; side < 2; ++side) {
+        const int m = i * kTileRows + warp * 16 + lane / 4 + 8 * side;
+        const bool mine = m < s.groups * kGroup;
+        const float added = bias != nullptr && mine ? widen<T>(bias[s.first_row + m]) : 0.0F;
+#pragma unroll
+        for (int j = 0; j < ROWS / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int n = 8 * j + 2 * (lane % 4) + e, at = 4 * j + 2 * side + e;
+            out[n * kPitch + m] = narrow<T>(
+                sum[i][at] + others[(i * (ROWS / 2) + at) * kWarpgroup + in_group] + added);
+          }
         }
       }
     }
@@ -447,89 +508,6 @@ __device__ void multiply(const Stream& p, const Share& s, Ring ring, uint8_t* sh
     *reinterpret_cast<uint4*>(y + static_cast<int64_t>(n) * p.n + m) =
         *reinterpret_cast<const uint4*>(out + n * kPitch + m);
   }
-}
-
-// One thread block: 64 rows of A by 64 rows of x over one part of K; the parts of a tile are a
-// cluster. Each adds up some rows of x over all parts.
-template <typename T>
-__device__ void shrink_tile(const Shrink& p, uint8_t* dynamic, uint64_t* barriers) {
-  const uint32_t begin = shared_address(dynamic), aligned = (begin + 1023) & ~1023U;
-  const int part = blockIdx.y;
-  const int a_row = blockIdx.x % p.a_tiles * kTileRows, x_row = blockIdx.x / p.a_tiles * kTileRows;
-  const int first = part * p.chunks_per_part, end = min(p.chunks, first + p.chunks_per_part);
-  Ring ring;
-  ring.data = aligned;
-  ring.full = shared_address(barriers);
-  ring.empty = ring.full + 8 * kShrinkStages;
-  ring.stages = kShrinkStages;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kShrinkStages; ++i) {
-      barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, kConsumers / 32);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  Share s{};
-  s.x_bytes = kTileBytes;
-  s.chunk_bytes = s.stage_bytes = 2 * kTileBytes;
-  float* const sums = reinterpret_cast<float*>(dynamic + (aligned - begin));
-  const int lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0);
-  if (warp == kConsumers / 32) {
-    if (lane == 0) {
-      const uint64_t often = policy_often();
-      for (int chunk = first; chunk < end; ++chunk, ring.advance()) {
-        const uint32_t full = ring.full + 8 * ring.stage;
-        const uint32_t at = ring.data + ring.stage * s.stage_bytes;
-        barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
-        barrier_expect(full, 2 * kTileBytes);
-        load_box(at, p.x, full, chunk * kChunk, x_row, often);
-        load_box(at + kTileBytes, p.a, full, chunk * kChunk, a_row, often);
-      }
-    }
-    __syncwarp();
-  } else {
-    float sum[1][32] = {};
-    if (first < end) consume<T, 64, 1>(sum, ring, s, s.chunk_bytes, end - first, 1);
-    sync_consumers();  // no load is under way, and none reads the ring: it is free for the sums
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int n = 8 * j + 2 * (lane % 4) + e % 2, m = warp * 16 + lane / 4 + 8 * (e / 2);
-        sums[n * (kTileRows + 1) + m] = sum[0][4 * j + e];
-      }
-    }
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  const int share = kTileRows / p.parts;  // rows of x
-  const uint32_t mine = shared_address(sums);
-  T* const h = static_cast<T*>(p.h);
-  for (int at = threadIdx.x; at < share * kTileRows; at += kThreads) {
-    const int row = part * share + at / kTileRows, m = at % kTileRows, n = x_row + row;
-    if (n >= p.rows || a_row + m >= p.columns) continue;
-    float total = 0.0F;
-    for (int other = 0; other < p.parts; ++other) {
-      uint32_t there;
-      float v;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                   : "=r"(there)
-                   : "r"(mine + 4 * (row * (kTileRows + 1) + m)), "r"(other));
-      asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
-      total += v;
-    }
-    // A selection, not a product: a seed row may hold NaN.
-    h[static_cast<int64_t>(n) * p.columns + a_row + m] =
-        narrow<T>(n % p.block_size == 0 ? 0.0F : total);
-  }
-  // Nobody leaves while others read its sums.
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 #endif  // sm_90a
@@ -549,7 +527,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, kConsumers / 32);
+      barrier_init(ring.empty + 8 * i, kWarpgroup / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -563,15 +541,6 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     multiply<T, ROWS, COUNT>(p, s, ring, dynamic + (aligned - begin));
   }
-#endif
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 2) shrink_kernel(const __grid_constant__ Shrink p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ uint8_t dynamic[];
-  __shared__ alignas(8) uint64_t barriers[2 * kShrinkStages];
-  shrink_tile<T>(p, dynamic, barriers);
 #endif
 }
 
@@ -642,7 +611,8 @@ void launch(Stream& p, int blocks, const Device& device, cudaStream_t stream) {
 #else
   const int room = device.shared_bytes - 1024 - kTileBytes - 2 * kMaxStages * 8;
 #endif
-  p.stages = std::min(kMaxStages, room / (chunk * p.chunks_per_stage));
+  // Even: each stage always has the same warpgroup, which waits for every one of its turns.
+  p.stages = std::min(kMaxStages, room / (chunk * p.chunks_per_stage)) / 2 * 2;
 #ifdef UNO_TUNE
   if (getenv("UNO_MAXSTAGES")) p.stages = std::min(p.stages, atoi(getenv("UNO_MAXSTAGES")));
 #endif
@@ -698,6 +668,25 @@ void launch_rows(Stream& p, int blocks, const Device& d, cudaStream_t stream) {
   }
 }
 
+// How many units of A to each block, so that the most that a block streams is the least.
+void share_units(Stream& p, int blocks) {
+  const int units = p.a_groups * p.parts, lo_blocks = blocks - p.hi_blocks;
+  const int cost = 1 + p.x_rows / kGroup;  // of a unit; a group of W costs `parts`
+  int best = -1;
+  for (int hi = 0; hi <= units; ++hi) {
+    const int left = std::max(0, units - hi * p.hi_blocks);
+    const int lo = (left + lo_blocks - 1) / lo_blocks;
+    const int most = std::max(p.lo * p.parts + lo * cost,
+                              p.hi_blocks == 0 ? 0 : (p.lo + 1) * p.parts + hi * cost);
+    if (best < 0 || most < best) {
+      best = most;
+      p.lo_units = lo;
+      p.hi_units = hi;
+    }
+    if (left == 0 || p.hi_blocks == 0) break;
+  }
+}
+
 // Arguments are checked by vllm_uno/lora_kernels.py, which picks the shapes that this takes.
 Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& a,
                        const Tensor& b, int64_t end0, int64_t end1, int64_t block_size,
@@ -721,6 +710,14 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
   p.lo = w_groups / blocks;
   p.hi_blocks = w_groups - p.lo * blocks;
   p.a_groups = static_cast<int>(a.size(0)) / kGroup;
+  p.parts = kParts;
+  while (p.k / kChunk % p.parts != 0) --p.parts;
+  share_units(p, blocks);
+  Tensor partial = torch::stable::new_empty(
+      x, {p.a_groups * p.parts * 2 * p.x_rows * kGroup}, ScalarType::Float);
+  p.partial = static_cast<float*>(partial.mutable_data_ptr());
+  STD_TORCH_CHECK(sync.numel() >= 2 + p.a_groups, "uno_linear: ", p.a_groups, " groups of A in ",
+                  sync.numel(), " words");
   p.groups = p.lo + (p.hi_blocks > 0 ? 1 : 0);
   STD_TORCH_CHECK(p.groups <= kMaxGroups, "uno_linear: ", p.n, " columns are too many");
   STD_TORCH_CHECK(p.rows <= kMaxRows, "uno_linear: ", p.rows, " rows are too many");
@@ -752,56 +749,9 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
   return y;
 }
 
-// h = x A^T, zero at seed rows: [M, R]. R may be anything; K a multiple of 64.
-Tensor lora_shrink_sm90(const Tensor& x, const Tensor& a, int64_t block_size) {
-  const int index = x.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(index);
-  Tensor h = torch::stable::new_empty(x, {x.size(0), a.size(0)});
-  if (x.size(0) == 0) return h;
-  const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
-  Shrink p{};
-  p.rows = static_cast<int>(x.size(0));
-  p.columns = static_cast<int>(a.size(0));
-  p.block_size = static_cast<int>(block_size);
-  const int k = static_cast<int>(x.size(1));
-  p.chunks = k / kChunk;
-  p.a_tiles = (p.columns + kTileRows - 1) / kTileRows;
-  const int tiles = p.a_tiles * ((p.rows + kTileRows - 1) / kTileRows);
-  // As many parts as keep two blocks on each multiprocessor busy, with some of K each.
-  const int most = 2 * device_of(index).multiprocessors;
-  p.parts = 8;
-  while (p.parts > 1 && (tiles * p.parts > most || p.chunks < 4 * p.parts)) p.parts /= 2;
-  p.chunks_per_part = (p.chunks + p.parts - 1) / p.parts;
-  p.x = matrix(x.const_data_ptr(), bf16, p.rows, k, p.rows == 1 ? k : x.stride(0), kTileRows);
-  p.a = matrix(a.const_data_ptr(), bf16, p.columns, k, k, kTileRows);
-  p.h = h.mutable_data_ptr();
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
-  const auto kernel = bf16 ? shrink_kernel<__nv_bfloat16> : shrink_kernel<__half>;
-  STD_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShrinkBytes));
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = 1;
-  attributes[1].val.clusterDim.y = static_cast<unsigned>(p.parts);
-  attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(tiles, p.parts);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kShrinkBytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<const Shrink&>(p)));
-  return h;
-}
-
 }  // namespace
 }  // namespace vllm_uno
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_uno, CUDA, m) {
-  m.impl("lora_shrink_sm90", TORCH_BOX(&vllm_uno::lora_shrink_sm90));
   m.impl("uno_linear_sm90", TORCH_BOX(&vllm_uno::uno_linear_sm90));
 }

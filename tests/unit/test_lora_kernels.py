@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from vllm_uno import lora_kernels, ops
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_kernels import (
+    SKINNY_MAX_ROWS,
     SKINNY_ROWS,
+    STREAM_MAX_ROWS,
     STREAM_ROWS,
     KernelLora,
     kernel_lora,
@@ -103,7 +105,7 @@ def case(
 
 def test_operators_trace_with_any_number_of_rows() -> None:
     x, weight, kernel = case(20, [64, 32], [8, 8], 64, torch.bfloat16)
-    sync = sync_words(x.device)
+    sync = sync_words(kernel.a)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         ends = (kernel.end0, kernel.end1)
@@ -121,7 +123,7 @@ def test_operators_pass_opcheck() -> None:
     rest = (kernel.a, kernel.b, kernel.end0, kernel.end1, 4)
     torch.library.opcheck(
         torch.ops.vllm_uno.uno_linear.default,
-        (x, weight, torch.randn(96).bfloat16(), *rest, sync_words(x.device)),
+        (x, weight, torch.randn(96).bfloat16(), *rest, sync_words(kernel.a)),
     )
     torch.library.opcheck(torch.ops.vllm_uno.lora_add.default, (x @ weight.t(), x, *rest))
 
@@ -164,7 +166,7 @@ def poison() -> None:
     del blocks
 
 
-MOST_ROWS = {"uno_linear_skinny": SKINNY_ROWS, "uno_linear_sm90": STREAM_ROWS}
+MOST_ROWS = {"uno_linear_skinny": SKINNY_MAX_ROWS, "uno_linear_sm90": STREAM_MAX_ROWS}
 
 
 def check(found: dict[str, Any]) -> None:
@@ -175,7 +177,7 @@ def check(found: dict[str, Any]) -> None:
     x, weight, a, b = (t.cuda() for t in (x, weight, kernel.a, kernel.b))
     bias = torch.randn(sum(widths)).to(x) if found["bias"] else None
     ends, block = (kernel.end0, kernel.end1), found["block"]
-    sync = sync_words(x.device)
+    sync = sync_words(a)
     exact = uno_linear_reference(
         *(t.double() for t in (x, weight)),
         None if bias is None else bias.double(),
@@ -198,7 +200,7 @@ def check(found: dict[str, Any]) -> None:
             assert torch.equal(base, kept)
         scale = exact.abs().amax(1, keepdim=True).clamp(min=1)
         assert float(((got.float() - exact) / scale).abs().max()) < 2e-2
-    assert sync.tolist() == [0, 0]
+    assert not sync.any()
 
 
 @pytest.mark.gpu
@@ -221,33 +223,7 @@ def test_kernels_match_the_oracle(found: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @needs_cuda_kernel
-@settings(max_examples=60, deadline=None)
-@example(rows=512, columns=12288, rank=128, block=8, dtype=torch.bfloat16)
-@example(rows=65, columns=4096, rank=384, block=4, dtype=torch.bfloat16)
-@given(
-    rows=st.integers(1, 700),
-    columns=st.sampled_from([64, 128, 192, 512, 576, 4096, 12288]),
-    rank=st.sampled_from([1, 8, 64, 72, 200, 256, 768]),
-    block=st.integers(1, 17),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-)
-def test_shrink_over_parts_matches_the_oracle(
-    rows: int, columns: int, rank: int, block: int, dtype: torch.dtype
-) -> None:
-    gen = torch.Generator().manual_seed(rows)
-    x = torch.randn(rows, columns, generator=gen).to("cuda", dtype)
-    a = (torch.randn(rank, columns, generator=gen) / columns**0.5).to("cuda", dtype)
-    x[::block] = float("nan")
-    poison()
-    got = torch.ops.vllm_uno.lora_shrink_sm90(x, a, block)
-    want = ops.lora_shrink_reference(x, a, block)
-    torch.testing.assert_close(got.float(), want.float(), rtol=1e-2, atol=1e-2)
-    assert torch.equal(got, torch.ops.vllm_uno.lora_shrink_sm90(x, a, block))
-
-
-@pytest.mark.gpu
-@needs_cuda_kernel
-@pytest.mark.parametrize("rows", [8, 24, 64, 72])
+@pytest.mark.parametrize("rows", [8, 16, 64, 72])
 def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
     def layer(widths: list[int]) -> tuple[torch.Tensor, tuple[Any, ...]]:
         x, weight, k = case(rows, widths, [128] * len(widths), 4096, torch.bfloat16)
@@ -255,7 +231,7 @@ def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
 
     # Two kernels of one template whose shared memory differs; the same layer twice in a row.
     (x, qkv), (_, o) = layer([4096, 1024, 1024]), layer([4096])
-    syncs = [sync_words(x.device) for _ in range(2)]
+    syncs = [sync_words(rest[2]) for rest in (qkv, o)]
     op = torch.ops.vllm_uno.uno_linear
 
     def layers() -> torch.Tensor:
@@ -274,7 +250,7 @@ def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(got, want)
-    assert all(sync.tolist() == [0, 0] for sync in syncs)
+    assert not any(bool(sync.any()) for sync in syncs)
 
 
 @pytest.mark.gpu
@@ -285,7 +261,7 @@ def test_numbers_of_a_seed_row_stay_in_it(op: str, rows: int) -> None:
     x, weight, k = case(rows, [4096, 1024, 1024], [128] * 3, 4096, torch.bfloat16)
     x, weight, a, b = (t.cuda() for t in (x, weight, k.a, k.b))
     no_bias = None if op == "uno_linear" else x.new_empty(0)
-    rest = (no_bias, a, b, k.end0, k.end1, 8, sync_words(x.device))
+    rest = (no_bias, a, b, k.end0, k.end1, 8, sync_words(a))
     want = getattr(torch.ops.vllm_uno, op)(x, weight, *rest)
     x[::8] = float("nan")
     got = getattr(torch.ops.vllm_uno, op)(x, weight, *rest)
