@@ -219,9 +219,7 @@ def _uno_linear_cuda(
     if x.shape[0] <= (STREAM_ROWS if streams else SKINNY_ROWS):
         no_bias = x.new_empty(0) if bias is None else bias
         one_launch = (
-            torch.ops.vllm_uno.uno_linear_sm90
-            if streams
-            else torch.ops.vllm_uno.uno_linear_skinny
+            torch.ops.vllm_uno.uno_linear_sm90 if streams else torch.ops.vllm_uno.uno_linear_skinny
         )
         return one_launch(x, weight, no_bias, a, b, end0, end1, block_size, sync)
     base, h = shrink_beside(x, a, weight, bias)
