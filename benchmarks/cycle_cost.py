@@ -4,8 +4,9 @@
 
 Dummy weights, a random adapter (rank 128, all projections) and imposed acceptance:
 the figures say what a cycle costs, not what text it writes. Plain vLLM and UNO
-run one after the other in the same call, each in a process of its own; every
-figure is a ratio between the two.
+run in the same call, each in a process of its own; every figure is a ratio between
+the two. With --side-by-side they start together, where the GPU has room for both,
+and then take turns, row by row.
 
     C_B = time of a cycle / time of a plain decode step, at equal requests and context
 
@@ -17,6 +18,7 @@ time in which no kernel runs, by the profiler.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -61,6 +63,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("cycle_cost.json"))
     parser.add_argument("--eager", action="store_true", help="for a try on a small machine")
+    parser.add_argument("--side-by-side", action="store_true", help="start all engines at once")
+    parser.add_argument("--wait-for", type=Path, help="begin to measure when this file exists")
+    parser.add_argument("--engines", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--run", choices=("plain", "uno"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -127,6 +132,12 @@ def measure(args: argparse.Namespace) -> None:
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": PAPER_TAU.get(block, 0.6 * block),
         }
+    if args.engines:
+        # No engine may take the memory for itself, nor be misled by what another takes meanwhile.
+        tokens = max(r * (c + 512) for r in args.requests for c in args.context)
+        heads = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+        settings["kv_cache_memory_bytes"] = tokens * args.layers * heads * 2 * 2
+        settings["gpu_memory_utilization"] = 0.05
     began = time.perf_counter()
     llm = LLM(
         str(model),
@@ -147,10 +158,12 @@ def measure(args: argparse.Namespace) -> None:
     speculator = runner.speculator
     engine = llm.llm_engine
     serial = 0
+    wait_for_all(args)
     for context in args.context:
         for requests in args.requests:
             if requests * (context + 1024) > 1_200_000:
                 continue
+            turn = take_turn(args.work) if args.engines else None
             times = []
             stages: dict[str, float] = {}
             for repeat in range(args.repeats + 1):
@@ -189,7 +202,25 @@ def measure(args: argparse.Namespace) -> None:
                 row["tau"] = speculator.counters.snapshot().tokens_per_cycle
             result["rows"].append(row)
             print(args.run, block, row, flush=True)
+            if turn is not None:
+                turn.close()
     args.out.write_text(json.dumps(result))
+
+
+def wait_for_all(args: argparse.Namespace) -> None:
+    """Until every engine has started, and nothing else runs."""
+    (args.work / f"started-{args.run}{args.block_size[0]}").touch()
+    while len(list(args.work.glob("started-*"))) < args.engines:
+        time.sleep(0.2)
+    while args.wait_for is not None and not args.wait_for.exists():
+        time.sleep(0.2)
+
+
+def take_turn(folder: Path) -> IO[bytes]:
+    """The GPU to oneself, until what is returned is closed."""
+    turn = (folder / "turn").open("wb")
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    return turn
 
 
 def measure_stages(engine: Any, runner: Any, steps: int = 24) -> dict[str, float]:
@@ -219,7 +250,11 @@ def measure_stages(engine: Any, runner: Any, steps: int = 24) -> dict[str, float
     watch(runner, "sample_tokens", "sample and draft")
     if runner.speculator is not None:
         watch(runner.speculator, "propose", "draft")
-        watch(runner.speculator, "draft_sampler", "draft sampling")
+        watch(runner.speculator, "_sample", "draft sampling")
+        if runner.speculator.sampling_graphs is not None:
+            watch(runner.speculator.sampling_graphs, "run_fullgraph", "draft sampling")
+        if runner.speculator.cudagraph_manager is not None:
+            watch(runner.speculator.cudagraph_manager, "run_fullgraph", "draft forward")
     for _ in range(steps):
         engine.step()
     torch.cuda.synchronize()
@@ -265,14 +300,23 @@ def main() -> None:
         work = Path(folder)
         write_adapter(work / "adapter", args.layers)
         runs: dict[str, Any] = {}
-        for kind, block in [("plain", 0), *(("uno", b) for b in args.block_size)]:
+        engines = [("plain", 0), *(("uno", b) for b in args.block_size)]
+        started: list[subprocess.Popen[bytes]] = []
+        for kind, block in engines:
             out = work / f"{kind}{block}.json"
             command = [sys.executable, __file__, "--run", kind, "--work", folder, "--out", str(out)]
             command += ["--block-size", str(block), "--layers", str(args.layers)]
             command += ["--repeats", str(args.repeats), "--requests", *map(str, args.requests)]
             command += ["--context", *map(str, args.context)]
             command += ["--eager"] if args.eager else []
-            subprocess.run(command, check=True)
+            command += ["--wait-for", str(args.wait_for)] if args.wait_for is not None else []
+            command += ["--engines", str(len(engines))] if args.side_by_side else []
+            started.append(subprocess.Popen(command))
+            if not args.side_by_side:
+                wait(started)
+        wait(started)
+        for kind, block in engines:
+            out = work / f"{kind}{block}.json"
             runs[f"{kind}{block or ''}"] = json.loads(out.read_text())
     plain = {(r["requests"], r["context"]): r["ms"] for r in runs["plain"]["rows"]}
     table = []
@@ -307,6 +351,17 @@ def main() -> None:
         print(f"{name}: started in {run['start_s']:.0f} s")
     plot(table, args.out.with_suffix(".png"))
     args.out.write_text(json.dumps({"table": table, "runs": runs}, indent=1))
+
+
+def wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended; one that fails ends the others."""
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            for process in processes:
+                process.terminate()
+        time.sleep(0.2)
+    if any(process.returncode for process in processes):
+        raise SystemExit("an engine failed")
 
 
 def plot(table: list[dict[str, Any]], out: Path) -> None:

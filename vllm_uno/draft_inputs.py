@@ -42,12 +42,16 @@ class DraftRows:
         request: int64 [max_num_reqs * B], request-state slot; -1 for padding rows.
         drafting: bool [max_num_reqs], by batch row: the request really drafts.
         drafted: bool [max_num_reqs], by request-state slot: its last draft was real.
+        pending: int32 [max_num_reqs, 2, 1 + B], by request-state slot: its last two cycles, older
+            one first, which the counters do not have yet: tokens emitted (0: no cycle), and drafts
+            proposed at each position.
     """
 
     slots: torch.Tensor
     request: torch.Tensor
     drafting: torch.Tensor
     drafted: torch.Tensor
+    pending: torch.Tensor
 
     @classmethod
     def allocate(
@@ -59,6 +63,7 @@ class DraftRows:
             request=torch.full((rows,), -1, dtype=torch.int64, device=device),
             drafting=torch.zeros(max_num_reqs, dtype=torch.bool, device=device),
             drafted=torch.zeros(max_num_reqs, dtype=torch.bool, device=device),
+            pending=torch.zeros(max_num_reqs, 2, 1 + block_size, dtype=torch.int32, device=device),
         )
 
 
@@ -76,7 +81,8 @@ def _draft_inputs_kernel(
     row_request_ptr,
     drafting_ptr,
     drafted_ptr,
-    # counters of the step just verified (metrics.py)
+    pending_ptr,
+    # counters of verified steps (metrics.py)
     cycles_ptr,
     emitted_ptr,
     proposed_at_ptr,
@@ -137,29 +143,46 @@ def _draft_inputs_kernel(
     in_block = i < BLOCK_SIZE
 
     # Count the verification of the previous *real* draft. A step that started
-    # inside the prefill has placeholder drafts at most.
+    # inside the prefill has placeholder drafts at most. A cycle counts when two more of its
+    # request are verified: the one in which a request ends has drafts past the end, and by then
+    # asynchronous scheduling has begun another, whose tokens nobody gets.
     if live != 0:
         was_drafted = tl.load(drafted_ptr + slot)
         prefill_len = tl.load(prefill_len_ptr + slot)
         num_rejected = tl.load(num_rejected_ptr + batch_row)
-        counts = (was_drafted != 0) & (num_sampled > 0) & (context - num_sampled >= prefill_len)
+        in_prefill = context - num_sampled < prefill_len
+        cycle = pending_ptr + slot.to(tl.int64) * (2 * (1 + BLOCK_SIZE))
+        if in_prefill:  # of a new request
+            tl.store(cycle, 0)
+            tl.store(cycle + 1 + BLOCK_SIZE, 0)
+        counts = (was_drafted != 0) & (num_sampled > 0) & (in_prefill == 0)
         # A step without drafts (the scheduler had no room) is no cycle.
         counts = counts & (num_sampled + num_rejected > 1)
         if counts:
-            accepted = num_sampled - 1
-            tl.atomic_add(cycles_ptr, 1)
-            tl.atomic_add(emitted_ptr, num_sampled.to(tl.int64))
-            one = tl.full((ROWS,), 1, tl.int64)
+            verified = num_sampled - 1 + num_rejected
             if NODES > 0:
                 node = tl.arange(0, NODES_PADDED)
-                verified = (node < NODES) & (node < accepted + num_rejected)
-                depth = tl.load(depths_ptr + slot * NODES + node, mask=verified, other=BLOCK_SIZE)
-                each = tl.full((NODES_PADDED,), 1, tl.int64)
-                tl.atomic_add(proposed_at_ptr + depth, each, mask=depth < BLOCK_SIZE)
+                depth = tl.load(
+                    depths_ptr + slot * NODES + node,
+                    mask=(node < NODES) & (node < verified),
+                    other=BLOCK_SIZE,
+                )
+                proposed = tl.sum((depth[None, :] == i[:, None]).to(tl.int32), axis=1)
             else:
-                proposed = in_block & (i < accepted + num_rejected)
-                tl.atomic_add(proposed_at_ptr + i, one, mask=proposed)
-            tl.atomic_add(accepted_at_ptr + i, one, mask=in_block & (i < accepted))
+                proposed = (i < verified).to(tl.int32)
+            newer = cycle + 1 + BLOCK_SIZE
+            emitted = tl.load(cycle)
+            before = tl.load(cycle + 1 + i, mask=in_block, other=0)
+            if emitted > 0:
+                tl.atomic_add(cycles_ptr, 1)
+                tl.atomic_add(emitted_ptr, emitted.to(tl.int64))
+                tl.atomic_add(proposed_at_ptr + i, before.to(tl.int64), mask=in_block)
+                one = tl.full((ROWS,), 1, tl.int64)
+                tl.atomic_add(accepted_at_ptr + i, one, mask=in_block & (i < emitted - 1))
+            tl.store(cycle, tl.load(newer))
+            tl.store(cycle + 1 + i, tl.load(newer + 1 + i, mask=in_block, other=0), mask=in_block)
+            tl.store(newer, num_sampled)
+            tl.store(newer + 1 + i, proposed, mask=in_block)
         tl.store(drafted_ptr + slot, active)
     tl.store(drafting_ptr + batch_row, active)
 
@@ -222,7 +245,8 @@ def prepare_draft_inputs(
     rotate between buffers, so a graph must not read them.
 
     Args:
-        counters: (cycles [1], emitted [1], proposed_at [B], accepted_at [B]), int64.
+        counters: (cycles [1], emitted [1], proposed_at [B], accepted_at [B]), int64; of cycles that
+            two more of their request have followed.
         idx_mapping: int64 [num_reqs], batch row -> request-state slot.
         num_sampled, num_rejected: int32 [num_reqs] of the step just verified.
         num_computed_tokens: int32 [max_num_reqs], by slot, after that step.
@@ -250,6 +274,7 @@ def prepare_draft_inputs(
         rows.request,
         rows.drafting,
         rows.drafted,
+        rows.pending,
         cycles,
         emitted,
         proposed_at,

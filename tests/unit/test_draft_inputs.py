@@ -95,6 +95,8 @@ def test_kernel_equals_oracle(
     rows.request.fill_(POISON)
     was_drafted = torch.rand(max_reqs, generator=g) < 0.5
     rows.drafted.copy_(was_drafted)
+    pending = torch.randint(0, 4, rows.pending.shape, generator=g).int()
+    rows.pending.copy_(pending)
     counters = tuple(
         torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (1, 1, block_size, block_size)
     )
@@ -161,16 +163,20 @@ def test_kernel_equals_oracle(
     counted &= context[idx] - num_sampled >= prefill_len[idx]
     cycles, emitted, proposed, accepted = (c.cpu() for c in counters)
     offsets = torch.arange(block_size)
-    took = (num_sampled - 1)[:, None]
-    assert int(cycles) == int(counted.sum())
-    assert int(emitted) == int(num_sampled[counted].sum())
-    if nodes:
-        counted_depths = depths[idx][counted]
-        expected = [int((counted_depths == depth).sum()) for depth in range(block_size)]
-        assert proposed.tolist() == expected
-    else:
-        assert torch.equal(proposed, counted.sum().expand(block_size))
-    assert torch.equal(accepted, (counted[:, None] & (offsets < took)).sum(0))
+    older = pending[idx[counted], 0].long()  # the cycle before the last one
+    older = older[older[:, 0] > 0]
+    assert int(cycles) == len(older)
+    assert int(emitted) == int(older[:, 0].sum())
+    assert torch.equal(proposed, older[:, 1:].sum(0))
+    assert torch.equal(accepted, (offsets < older[:, :1] - 1).sum(0))
+    for r, slot in enumerate(idx.tolist()):
+        if counted[r]:
+            at = depths[slot] if nodes else offsets
+            last = [int(num_sampled[r]), *((at == d).sum() for d in range(block_size))]
+            pending[slot] = torch.stack([pending[slot, 1], torch.tensor(last).int()])
+        elif live and context[slot] - num_sampled[r] < prefill_len[slot]:
+            pending[slot, :, 0] = 0
+    assert torch.equal(rows.pending.cpu(), pending)
     drafted = was_drafted.clone()
     if live:
         drafted[idx] = want["active"]

@@ -37,7 +37,7 @@ pointers = {
     "input_ids_ptr": "*i32", "positions_ptr": "*i64", "is_padding_ptr": "*i1",
     "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64",
     "row_request_ptr": "*i64", "drafting_ptr": "*i1", "drafted_ptr": "*i1",
-    "cycles_ptr": "*i64", "emitted_ptr": "*i64", "proposed_at_ptr": "*i64",
+    "pending_ptr": "*i32", "cycles_ptr": "*i64", "emitted_ptr": "*i64", "proposed_at_ptr": "*i64",
     "accepted_at_ptr": "*i64", "idx_mapping_ptr": "*i64", "num_sampled_ptr": "*i32",
     "num_rejected_ptr": "*i32", "num_computed_ptr": "*i32", "prefill_len_ptr": "*i32",
     "last_sampled_ptr": "*i64", "seeds_ptr": "*i64", "block_table_ptrs": "*u64",

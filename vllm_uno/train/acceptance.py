@@ -140,8 +140,8 @@ def follow_cycles(
             document, which the prefill emitted.
 
     Returns:
-        cycles [] and accepted [B], fp64. The last cycle of a text counts as the engine counts it:
-        what it drafts past the end is not accepted.
+        cycles [] and accepted [B], fp64; without the cycle in which a text ends, which the engine
+        does not count either: what it drafts past the end says nothing.
 
     """
     stands, trained, starts = stands.double().cpu(), trained.cpu(), starts.cpu()
@@ -159,8 +159,15 @@ def follow_cycles(
         after = slice(column + 2, column + block + 2)
         inside = stretch[:, after] == stretch[:, column, None]
         visits[:, after] += here[:, None] * exactly[:, column] * inside
-    counted = visits[:, :length] * trained
-    return counted.sum(), (counted.unsqueeze(-1) * reach).sum(dim=(0, 1))
+    left = torch.zeros(count, length + 1, dtype=torch.int64)  # tokens after each, of its text
+    for column in reversed(range(length)):
+        left[:, column] = torch.where(trained[:, column], left[:, column + 1] + 1, 0)
+    # k accepted tokens and one more are written, and some are left.
+    goes_on = left[:, :length, None] - 1 > torch.arange(1, block + 1)
+    exactly = exactly * goes_on
+    reach = exactly.flip(-1).cumsum(-1).flip(-1)
+    visited = visits[:, :length, None]
+    return (visited * exactly).sum(), (visited * reach).sum(dim=(0, 1))
 
 
 def writing_starts(rows: PackedRows) -> torch.Tensor:
