@@ -20,7 +20,7 @@ from vllm_uno.bundled import problems
 RECIPE = {
     "context": "512",
     "block_sizes": ["2", "4", "8", "16", "16"],
-    "steps": "2000",
+    "steps": "1000",
     "batch_size": "64",
     "micro_batch_size": "64",
     "rank": "64",
