@@ -19,7 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
@@ -76,6 +76,10 @@ class UnoProposer(DraftModelSpeculator):
         counters: acceptance of real drafts (`metrics.DraftCounters`).
         recorder: what goes to vLLM's statistics (`serving_stats.StepRecorder`).
     """
+
+    # Of a sliding window vLLM frees blocks that no position from C on sees: the draft pass reads
+    # what the next verify pass reads, and writes from C on.
+    kv_cache_kinds: tuple[type, ...] = (FullAttentionSpec, SlidingWindowSpec)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         check_runner_api()
@@ -179,11 +183,13 @@ class UnoProposer(DraftModelSpeculator):
             spec = group.kv_cache_spec
             specs = getattr(spec, "kv_cache_specs", None)
             for one in specs.values() if specs else (spec,):
-                # Exactly this class: its subclasses evict blocks, or keep latents.
-                if type(one) is not FullAttentionSpec:
+                # Exactly these classes: others keep latents, or a recurrent state.
+                if type(one) not in self.kv_cache_kinds:
+                    kinds = " and ".join(kind.__name__ for kind in self.kv_cache_kinds)
                     raise ValueError(
-                        f"UNO supports full attention only so far; this model has a "
-                        f"{type(one).__name__} KV cache. Remove the speculative config to serve it."
+                        f"UNO supports KV caches of kind {kinds} only in uno_mode "
+                        f"'{self.speculative_config.uno_mode}'; this model has a "
+                        f"{type(one).__name__}. Remove the speculative config to serve it."
                     )
         self.model_state = model_state
         self.kv_cache_config = kv_cache_config
@@ -398,6 +404,10 @@ class UnoProposer(DraftModelSpeculator):
             self._profile(num_reqs)
             return self.draft_tokens[:num_reqs]
         num_rows = num_reqs * block
+        if num_speculative_tokens == 0 and not dummy_run and self.dp_size == 1:
+            # A schedule by batch size (num_speculative_tokens_per_batch_size) turns drafts off.
+            self.recorder.drop()
+            return self.draft_tokens[:num_reqs]
         if dummy_run:
             self.recorder.drop()
         else:

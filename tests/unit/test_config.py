@@ -198,7 +198,6 @@ SENSELESS = {
     "disable_padded_drafter_batch": True,
     "disable_eagle_block_drop": True,
     "use_local_argmax_reduction": True,
-    "num_speculative_tokens_per_batch_size": [(1, 4, 2)],
     "enable_adaptive_verification": True,
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
