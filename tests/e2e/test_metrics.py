@@ -139,9 +139,14 @@ def test_plain_engines_have_none_of_it(model: Path) -> None:
         assert "UnoStatLogger" not in names
 
 
-@pytest.mark.parametrize("uno", [{"uno_mode": "tree", "uno_block_size": 4}])
-def test_trees_count_by_depth(model: Path, adapter: Path, uno: dict[str, Any]) -> None:
-    uno = {"uno_lora_path": str(adapter), "num_speculative_tokens": 6, "uno_tree_top_k": 4, **uno}
+@pytest.mark.slow
+def test_trees_count_by_depth(model: Path, adapter: Path) -> None:
+    uno = {
+        "uno_lora_path": str(adapter),
+        "num_speculative_tokens": 6,
+        "uno_tree_top_k": 4,
+        "uno_block_size": 4,
+    }
     with engine(model, uno, disable_log_stats=False, served_model_name="tiny") as e:
         e.tokens(PROMPTS[:3], PARAMS)
         stats = e.speculator.counters.snapshot()

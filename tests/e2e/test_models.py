@@ -36,9 +36,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if architecture not in made:
             folder = tmp_path_factory.mktemp(architecture)
             model = write_tiny_model(folder / "model", architecture=architecture)
-            adapter = write_random_adapter(
-                folder / "adapter", model, targets=TARGETS[architecture]
-            )
+            adapter = write_random_adapter(folder / "adapter", model, targets=TARGETS[architecture])
             with engine(model) as e:
                 plain = e.tokens(PROMPTS, GREEDY)
             uno = {"uno_lora_path": str(adapter), "num_speculative_tokens": 4}
@@ -49,7 +47,8 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["gemma3", "qwen3_moe", pytest.param("llama", marks=pytest.mark.slow)]
+    "architecture",
+    ["gemma3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_moe", "llama"))],
 )
 def test_greedy(kinds: Any, architecture: str) -> None:
     kind = kinds(architecture)

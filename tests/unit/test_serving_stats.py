@@ -250,9 +250,7 @@ def test_report_survives_vllms_messages() -> None:
     assert take_report(received.scheduler_stats) == report()
 
 
-def test_one_line_an_interval(
-    logger: UnoStatLogger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_line_an_interval(logger: UnoStatLogger, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(
         "vllm_uno.stat_logger.logger",
