@@ -272,10 +272,11 @@ class UnoSpeculativeConfig(SpeculativeConfig):
             return
         from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
-        # Here, in the front end, and not in the scheduler's process.
-        widest = max(
-            width for _, _, width in validate_and_normalize_dynamic_sd_schedule(list(schedule))
-        )
+        try:  # here, in the front end, and not in the scheduler's process
+            ranges = validate_and_normalize_dynamic_sd_schedule(list(schedule))
+        except ValueError as error:
+            raise ValueError(f"num_speculative_tokens_per_batch_size: {error}") from error
+        widest = max(width for _, _, width in ranges)
         if widest > self.num_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens_per_batch_size asks for {widest} drafts, "

@@ -90,6 +90,6 @@ def test_a_sliding_window_is_refused_in_tree_mode(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", architecture="gemma3")
     adapter = write_random_adapter(tmp_path / "adapter", model, targets=ATTENTION)
     uno = {"uno_lora_path": str(adapter), "num_speculative_tokens": 6, "uno_tree_top_k": 4}
-    with pytest.raises(Exception, match="sliding|SlidingWindowSpec"):
+    with pytest.raises(Exception, match=r"sliding|SlidingWindowSpec"):
         with engine(model, uno):
             pass

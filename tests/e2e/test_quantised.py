@@ -13,7 +13,7 @@ from prompts import make_prompts
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
+from vllm_uno.tiny_model import write_tiny_model
 
 PROMPTS = make_prompts(2048)
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -2,10 +2,10 @@
 
 import copy
 import dataclasses
-import re
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
