@@ -59,7 +59,6 @@ _REFUSED = {
     "parallel_drafting": "UNO always drafts a whole block in one pass",
     "disable_padded_drafter_batch": "UNO's draft batches are uniform and always padded",
     "use_local_argmax_reduction": "UNO's verification needs the full draft logits",
-    "num_speculative_tokens_per_batch_size": "UNO's block size is the same for every batch",
     "enable_adaptive_verification": "UNO has no confidence head",
 }
 
@@ -152,6 +151,7 @@ class UnoSpeculativeConfig(SpeculativeConfig):
     settings: ClassVar[tuple[str, ...]] = (
         "method",
         "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
         "uno_mode",
         "uno_block_size",
         "uno_tree_top_k",
@@ -259,13 +259,37 @@ class UnoSpeculativeConfig(SpeculativeConfig):
                 f"uno_block_size={block} with num_speculative_tokens={drafted}: in linear mode "
                 "they are the same. Leave one out, or set uno_mode to 'tree'."
             )
+        self._check_schedule()
         if self.uno_tree_top_k != 1:
             raise ValueError(
                 f"uno_tree_top_k={self.uno_tree_top_k} with uno_mode 'linear': leave one of the "
                 "two out."
             )
 
+    def _check_schedule(self) -> None:
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return
+        from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+        try:  # here, in the front end, and not in the scheduler's process
+            ranges = validate_and_normalize_dynamic_sd_schedule(list(schedule))
+        except ValueError as error:
+            raise ValueError(f"num_speculative_tokens_per_batch_size: {error}") from error
+        widest = max(width for _, _, width in ranges)
+        if widest > self.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens_per_batch_size asks for {widest} drafts, "
+                f"num_speculative_tokens (UNO's block size B) is {self.num_speculative_tokens}: "
+                "raise it, or lower the schedule."
+            )
+
     def _check_tree(self, block: int) -> None:
+        if self.num_speculative_tokens_per_batch_size is not None:
+            raise ValueError(
+                "num_speculative_tokens_per_batch_size is refused with uno_mode 'tree': every "
+                "tree has the same number of nodes. Leave it out, or set uno_mode to 'linear'."
+            )
         top_k, nodes = self.uno_tree_top_k, self.num_speculative_tokens
         found = f"got {nodes} nodes of {top_k} candidates a position, block size {block}"
         if not 2 <= nodes <= MAX_TREE_NODES:

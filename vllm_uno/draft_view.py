@@ -90,7 +90,7 @@ def _clone(
     lora = loras.get(name)
     if lora is not None:
         copied = shallow_copy(module)
-        UnoLinearMethod.attach(copied, lora, block_size)
+        UnoLinearMethod.attach(copied, module, lora, block_size)
         return copied
     children = {
         key: _clone(child, f"{name}.{key}" if name else key, loras, block_size)

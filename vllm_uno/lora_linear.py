@@ -106,8 +106,11 @@ class UnoLinearMethod(LinearMethodBase):
     level 2 saves and restores them with the draft model's other buffers.
     """
 
-    def __init__(self, base: Any, lora: LinearLora, block_size: int) -> None:
-        self.base = base
+    def __init__(self, target: Any, lora: LinearLora, block_size: int) -> None:
+        self.base = target.quant_method
+        # The base method is handed the target's own layer: a weight reload may give that
+        # attributes anew (packed weights, a closure over them) which a copy would not see.
+        self.target = target
         self.out_slices = lora.out_slices
         self.rank_slices = lora.rank_slices
         self.block_size = block_size
@@ -117,9 +120,9 @@ class UnoLinearMethod(LinearMethodBase):
         self.ends: tuple[int, int] | None = None
 
     @classmethod
-    def attach(cls, layer: nn.Module, lora: LinearLora, block_size: int) -> None:
-        """Give `layer`, a shallow copy of the target's, the gated LoRA."""
-        method = cls(layer.quant_method, lora, block_size)
+    def attach(cls, layer: nn.Module, target: nn.Module, lora: LinearLora, block_size: int) -> None:
+        """Give `layer`, a shallow copy of `target`, the gated LoRA."""
+        method = cls(target, lora, block_size)
         kernel = kernel_lora(lora) if kernels_available(lora.a.device) else None
         if kernel is not None:
             layer.register_buffer("uno_a", kernel.a, persistent=False)
@@ -144,7 +147,7 @@ class UnoLinearMethod(LinearMethodBase):
         if self.ends is not None:
             rows = x.flatten(0, -2).contiguous()
             return self._apply_kernels(layer, rows, bias).view(*x.shape[:-1], -1)
-        out = self.base.apply(layer, x, bias)
+        out = self.base.apply(self.target, x, bias)
         b = [getattr(layer, f"uno_b{i}") for i in range(len(self.out_slices))]
         if x.dim() > 2:  # the Transformers backend: [1, N, in]
             flat = self._add(layer, out.flatten(0, -2), x.flatten(0, -2), b)
@@ -156,7 +159,7 @@ class UnoLinearMethod(LinearMethodBase):
     ) -> torch.Tensor:
         assert self.ends is not None
         # A subclass may do more than multiply by `weight`.
-        weight = layer.weight if type(self.base) is UnquantizedLinearMethod else None
+        weight = self.target.weight if type(self.base) is UnquantizedLinearMethod else None
         if weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
             return torch.ops.vllm_uno.uno_linear(
                 x,
@@ -168,7 +171,7 @@ class UnoLinearMethod(LinearMethodBase):
                 self.block_size,
                 layer.uno_sync,
             )
-        out = self.base.apply(layer, x, bias)
+        out = self.base.apply(self.target, x, bias)
         return torch.ops.vllm_uno.lora_add(
             out, x, layer.uno_a, layer.uno_b, *self.ends, self.block_size
         )

@@ -57,13 +57,20 @@ class DraftStats:
 
 
 class DraftCounters:
-    """int64 counters on the device, added to by the draft-input kernel."""
+    """int64 counters on the device, added to by the draft-input kernel.
+
+    Attributes:
+        all: [2 + 2 B], of which the others are parts: cycles, emitted, proposed, accepted.
+        resets: how often they were set back, counted on the host.
+    """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
-        self.cycles = torch.zeros(1, dtype=torch.int64, device=device)
-        self.emitted = torch.zeros(1, dtype=torch.int64, device=device)
-        self.proposed = torch.zeros(block_size, dtype=torch.int64, device=device)
-        self.accepted = torch.zeros(block_size, dtype=torch.int64, device=device)
+        self.block_size = block_size
+        self.resets = 0
+        self.all = torch.zeros(2 + 2 * block_size, dtype=torch.int64, device=device)
+        self.cycles, self.emitted, self.proposed, self.accepted = self.all.split(
+            [1, 1, block_size, block_size]
+        )
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,5 +86,5 @@ class DraftCounters:
         )
 
     def reset(self) -> None:
-        for tensor in self.tensors:
-            tensor.zero_()
+        self.all.zero_()
+        self.resets += 1

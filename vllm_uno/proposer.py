@@ -19,7 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
@@ -37,6 +37,7 @@ from vllm_uno.draft_vocab import read_draft_vocab
 from vllm_uno.lora_kernels import slow_path
 from vllm_uno.memory import footprint, sampling_peak
 from vllm_uno.metrics import DraftCounters
+from vllm_uno.serving_stats import StepRecorder
 from vllm_uno.verification import keep_sampler
 from vllm_uno.vllm_hooks.runner_api import (
     AttentionCGSupport,
@@ -73,7 +74,12 @@ class UnoProposer(DraftModelSpeculator):
         block_size: B; in linear mode also vLLM's `num_speculative_tokens`.
         model: the draft view (after `load_model`).
         counters: acceptance of real drafts (`metrics.DraftCounters`).
+        recorder: what goes to vLLM's statistics (`serving_stats.StepRecorder`).
     """
+
+    # Of a sliding window vLLM frees blocks that no position from C on sees: the draft pass reads
+    # what the next verify pass reads, and writes from C on.
+    kv_cache_kinds: tuple[type, ...] = (FullAttentionSpec, SlidingWindowSpec)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         check_runner_api()
@@ -112,6 +118,7 @@ class UnoProposer(DraftModelSpeculator):
             num_rows, self.hidden_size, dtype=self.dtype, device=device
         )
         self.counters = DraftCounters(self.block_size, device)
+        self.recorder = StepRecorder(self.counters, device)
         self.cudagraph_manager: CudaGraphManager | None = None
         self.sampling_graphs: CudaGraphManager | None = None
         self._graph_scratch: list[torch.Tensor] = []
@@ -176,11 +183,13 @@ class UnoProposer(DraftModelSpeculator):
             spec = group.kv_cache_spec
             specs = getattr(spec, "kv_cache_specs", None)
             for one in specs.values() if specs else (spec,):
-                # Exactly this class: its subclasses evict blocks, or keep latents.
-                if type(one) is not FullAttentionSpec:
+                # Exactly these classes: others keep latents, or a recurrent state.
+                if type(one) not in self.kv_cache_kinds:
+                    kinds = " and ".join(kind.__name__ for kind in self.kv_cache_kinds)
                     raise ValueError(
-                        f"UNO supports full attention only so far; this model has a "
-                        f"{type(one).__name__} KV cache. Remove the speculative config to serve it."
+                        f"UNO supports KV caches of kind {kinds} only in uno_mode "
+                        f"'{self.speculative_config.uno_mode}'; this model has a "
+                        f"{type(one).__name__}. Remove the speculative config to serve it."
                     )
         self.model_state = model_state
         self.kv_cache_config = kv_cache_config
@@ -198,6 +207,7 @@ class UnoProposer(DraftModelSpeculator):
             block_tables.num_kv_cache_groups, self.max_num_reqs, self.block_size, self.device
         )
         self._set_sampler(model_state.uno_sampler)
+        model_state.uno_recorder = self.recorder
         self._tell_memory()
 
     def _set_sampler(self, sampler: Sampler) -> None:
@@ -394,10 +404,18 @@ class UnoProposer(DraftModelSpeculator):
             self._profile(num_reqs)
             return self.draft_tokens[:num_reqs]
         num_rows = num_reqs * block
-        if not dummy_run:
+        if num_speculative_tokens == 0 and not dummy_run and self.dp_size == 1:
+            # A schedule by batch size (num_speculative_tokens_per_batch_size) turns drafts off.
+            self.recorder.drop()
+            return self.draft_tokens[:num_reqs]
+        if dummy_run:
+            self.recorder.drop()
+        else:
+            self.recorder.draft_begins()
             self._after_verification(input_batch, num_sampled)
         if not dummy_run and self.dp_size == 1 and _all_mid_prefill(input_batch):
             # Nobody can draft yet. (Data-parallel ranks must run the pass together.)
+            self.recorder.drop()
             return self.draft_tokens[:num_reqs]
 
         if self.reduced_head is not None:
@@ -458,6 +476,7 @@ class UnoProposer(DraftModelSpeculator):
             and self.draft_sampler.is_plain(slots_np)
         ):
             self.sampling_graphs.run_fullgraph(desc)
+            self._drafted(desc, num_speculative_tokens)
             return self.draft_tokens[:num_reqs]
         batch = DraftBatch(
             idx_mapping=input_batch.idx_mapping,
@@ -467,7 +486,12 @@ class UnoProposer(DraftModelSpeculator):
             positions=self.input_buffers.positions[:num_rows],
         )
         self._sample(hidden_states, batch, self.draft_tokens[:num_reqs])
+        self._drafted(desc, num_speculative_tokens)
         return self.draft_tokens[:num_reqs]
+
+    def _drafted(self, desc: BatchExecutionDescriptor, asked_for: int | None) -> None:
+        width = self.num_speculative_steps if asked_for is None else asked_for
+        self.recorder.draft_ends(desc.cg_mode.name, width)
 
     def _after_verification(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> None:
         """Before anything of the draft pass runs."""

@@ -95,6 +95,35 @@ def _write_tokenizer(folder: Path, vocab_size: int, max_position_embeddings: int
     )
 
 
+_EXPERTS = 8
+
+# architecture -> (vLLM's class, transformers' model type), settings of its own
+_KINDS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
+    "qwen3": (("Qwen3ForCausalLM", "qwen3"), {"use_sliding_window": False}),
+    "llama": (("LlamaForCausalLM", "llama"), {"mlp_bias": False}),
+    "qwen3_moe": (
+        ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        {
+            "use_sliding_window": False,
+            "num_experts": _EXPERTS,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "gemma3": (
+        ("Gemma3ForCausalLM", "gemma3_text"),
+        {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 32,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+}
+
+
 def write_tiny_model(
     folder: str | Path,
     *,
@@ -110,7 +139,7 @@ def write_tiny_model(
     seed: int = 0,
     std: float = 0.02,
     dtype: str = "float32",
-    architecture: Literal["qwen3", "llama"] = "qwen3",
+    architecture: Literal["qwen3", "llama", "qwen3_moe", "gemma3"] = "qwen3",
 ) -> Path:
     """Write config.json, model.safetensors and, if `vocab_size` allows, a tokenizer to `folder`.
 
@@ -126,13 +155,16 @@ def write_tiny_model(
     The hidden size gives logits a standard deviation of 0.32, enough for an adapter to move some
     by more than 1; so flat a law means a high acceptance when sampling and a low one when greedy.
     With architecture="llama" the average is 82 %, but single prompts do loop.
+
+    "qwen3_moe" has 8 experts of an eighth of `intermediate_size`, two a token; "gemma3" has layers
+    with a sliding window of 32 tokens and with full attention in turn.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    qwen3 = architecture == "qwen3"
+    names, own = _KINDS[architecture]
     config: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLM"],
-        "model_type": architecture,
+        "architectures": [names[0]],
+        "model_type": names[1],
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
@@ -152,10 +184,17 @@ def write_tiny_model(
         "pad_token_id": 0,
         "dtype": dtype,
     }
-    if qwen3:
-        config["use_sliding_window"] = False
-    else:
-        config["mlp_bias"] = False
+    config |= own
+    gemma = architecture == "gemma3"
+    moe = architecture == "qwen3_moe"
+    if gemma:
+        kinds = ("sliding_attention", "full_attention")
+        config["layer_types"] = [kinds[layer % 2] for layer in range(num_layers)]
+        config["query_pre_attn_scalar"] = head_dim
+        rope = config["rope_parameters"]
+        config["rope_parameters"] = {kind: dict(rope) for kind in kinds}
+    if moe:
+        config["moe_intermediate_size"] = intermediate_size // _EXPERTS
 
     q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
     matrices: dict[str, tuple[int, int]] = {"model.embed_tokens": (vocab_size, hidden_size)}
@@ -167,13 +206,22 @@ def write_tiny_model(
             f"{prefix}.self_attn.k_proj": (kv_size, hidden_size),
             f"{prefix}.self_attn.v_proj": (kv_size, hidden_size),
             f"{prefix}.self_attn.o_proj": (hidden_size, q_size),
-            f"{prefix}.mlp.gate_proj": (intermediate_size, hidden_size),
-            f"{prefix}.mlp.up_proj": (intermediate_size, hidden_size),
-            f"{prefix}.mlp.down_proj": (hidden_size, intermediate_size),
         }
+        mlps, width = [f"{prefix}.mlp"], intermediate_size
+        if moe:
+            matrices[f"{prefix}.mlp.gate"] = (_EXPERTS, hidden_size)
+            mlps = [f"{prefix}.mlp.experts.{expert}" for expert in range(_EXPERTS)]
+            width = intermediate_size // _EXPERTS
+        for mlp in mlps:
+            matrices[f"{mlp}.gate_proj"] = (width, hidden_size)
+            matrices[f"{mlp}.up_proj"] = (width, hidden_size)
+            matrices[f"{mlp}.down_proj"] = (hidden_size, width)
         norms[f"{prefix}.input_layernorm"] = hidden_size
         norms[f"{prefix}.post_attention_layernorm"] = hidden_size
-        if qwen3:
+        if gemma:
+            norms[f"{prefix}.pre_feedforward_layernorm"] = hidden_size
+            norms[f"{prefix}.post_feedforward_layernorm"] = hidden_size
+        if architecture != "llama":
             norms[f"{prefix}.self_attn.q_norm"] = head_dim
             norms[f"{prefix}.self_attn.k_norm"] = head_dim
     if not tie_word_embeddings:
@@ -185,7 +233,11 @@ def write_tiny_model(
         f"{name}.weight": _normal(generator, *shape, std).to(torch_dtype)
         for name, shape in matrices.items()
     }
-    tensors |= {f"{name}.weight": torch.ones(n, dtype=torch_dtype) for name, n in norms.items()}
+    # Gemma's norms multiply by 1 + weight.
+    tensors |= {
+        f"{name}.weight": torch.full((n,), 0.0 if gemma else 1.0, dtype=torch_dtype)
+        for name, n in norms.items()
+    }
 
     _write_json(folder / "config.json", config)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from vllm.config import VllmConfig
 
+from vllm_uno.serving_stats import WatchedModelState
 from vllm_uno.vllm_hooks.runner_api import ModelState, Sampler, resolve_model_state_cls
 
 
@@ -23,7 +24,7 @@ def keep_sampler(target: nn.Module, vllm_config: VllmConfig) -> None:
     """
     base: type[ModelState] = resolve_model_state_cls(vllm_config, target)
 
-    class UnoModelState(base):
+    class UnoModelState(WatchedModelState, base):
         uno_sampler: Sampler
 
         def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:

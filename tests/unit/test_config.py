@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -198,7 +199,6 @@ SENSELESS = {
     "disable_padded_drafter_batch": True,
     "disable_eagle_block_drop": True,
     "use_local_argmax_reduction": True,
-    "num_speculative_tokens_per_batch_size": [(1, 4, 2)],
     "enable_adaptive_verification": True,
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
@@ -232,6 +232,33 @@ def test_every_field_of_the_parent_is_accounted_for():
     targets = {"target_model_config", "target_parallel_config"}
     known = {*SENSELESS, *UnoSpeculativeConfig.settings, *derived, *targets}
     assert {field.name for field in dataclasses.fields(SpeculativeConfig)} - known == set()
+
+
+def test_schedule_by_batch_size(make):
+    schedule = [(1, 4, 8), (5, 64, 2), (65, 256, 0)]
+    config = make(num_speculative_tokens=8, num_speculative_tokens_per_batch_size=schedule)
+    assert config.num_speculative_tokens_per_batch_size == schedule
+    assert config.uses_dynamic_speculative_decoding()
+    assert config.block_size == 8
+    assert dataclasses.replace(config).num_speculative_tokens_per_batch_size == schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "text"),
+    [
+        ([(1, 4, 9)], {}, "asks for 9 drafts, num_speculative_tokens .* is 8"),
+        ([(4, 1, 2)], {}, "range start must be <= end"),
+        ([], {}, "must not be empty"),
+        ([(1, 4, -1)], {}, "must be >= 0"),
+        ([(1, 4, 2)], {"uno_tree_top_k": 4}, "refused with uno_mode 'tree'"),
+    ],
+)
+def test_schedules_that_break(make, schedule, more, text):
+    message = error_of(
+        make, num_speculative_tokens=8, num_speculative_tokens_per_batch_size=schedule, **more
+    )
+    assert "num_speculative_tokens_per_batch_size" in message
+    assert re.search(text, message)
 
 
 def test_synthetic(make, warnings):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_uno.draft_sampling import DraftBatch
 from vllm_uno.proposer import UnoProposer
@@ -33,6 +34,8 @@ class TreeProposer(UnoProposer):
     Attributes:
         memory: the trees, and what verification finds in them (`verification.TreeMemory`).
     """
+
+    kv_cache_kinds = (FullAttentionSpec,)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)

@@ -23,6 +23,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_uno.serving_stats import WatchedModelState
 from vllm_uno.tree.builder import TreeBuffers
 from vllm_uno.tree.compaction import KVCaches, compact_kv
 from vllm_uno.tree.cpu_layout import compact_kv_cpu
@@ -90,7 +91,7 @@ def verify_trees(target: nn.Module, vllm_config: VllmConfig, memory: TreeMemory)
     """
     base: type[ModelState] = resolve_model_state_cls(vllm_config, target)
 
-    class UnoTreeModelState(base):
+    class UnoTreeModelState(WatchedModelState, base):
         uno_sampler: Sampler
         uno_compact: Callable[[InputBatch, torch.Tensor], None]
 

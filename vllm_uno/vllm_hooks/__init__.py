@@ -8,7 +8,15 @@ and only an engine that asks for `method: uno` is refused.
 
 from __future__ import annotations
 
-from vllm_uno.vllm_hooks import cpu_interpreter, engine_args, sampling_params, spec_decode
+import sys
+
+from vllm_uno.vllm_hooks import (
+    cpu_interpreter,
+    engine_args,
+    sampling_params,
+    spec_decode,
+    stats,
+)
 from vllm_uno.vllm_hooks import vllm_config as vllm_config_hooks
 from vllm_uno.vllm_hooks.hook import Hook, UnsupportedVllm, check_version
 
@@ -27,10 +35,13 @@ def install() -> None:
     try:
         cpu_interpreter.mend_interpreter()
         check_version()
-        for hook in HOOKS:
+        hooks = HOOKS
+        if "vllm.v1.engine.core" in sys.modules:  # an engine's process, which reads no arguments
+            hooks += stats.ENGINE_HOOKS
+        for hook in hooks:
             hook.check()
     except Exception as reason:  # whatever it is, it must not be lost in a log
         engine_args.refuse_uno(reason)
         return
-    for hook in HOOKS:
+    for hook in hooks:
         hook.install()

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from vllm_uno.vllm_hooks.hook import Hook
+from vllm_uno.vllm_hooks.stats import ENGINE_HOOKS, install_hooks
 
 
 def _uno_settings(engine_args: Any) -> dict[str, Any] | None:
@@ -26,6 +27,7 @@ def _create_speculative_config(original: Any) -> Any:
             return original(self, target_model_config, target_parallel_config)
         from vllm_uno.config import UnoSpeculativeConfig
 
+        install_hooks(ENGINE_HOOKS)
         for flag, key, value in (
             ("--spec-model", "model", self.spec_model),
             ("--spec-tokens", "num_speculative_tokens", self.spec_tokens),

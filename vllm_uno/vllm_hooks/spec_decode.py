@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from vllm_uno.vllm_hooks.hook import Hook, UnsupportedVllm, installed_vllm
+from vllm_uno.vllm_hooks.stats import WORKER_HOOKS, install_hooks
 
 
 def _init_speculator(original: Any) -> Any:
@@ -23,6 +24,7 @@ def _init_speculator(original: Any) -> Any:
             raise UnsupportedVllm(
                 f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: {error}"
             ) from error
+        install_hooks(WORKER_HOOKS)
         return Proposer(vllm_config, device, req_states)
 
     # `model_runner` imports the function by name. It is loaded after the
