@@ -105,10 +105,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "logprob_token_ids": {"logprob_token_ids": [5, 77, 300]},
     "prompt_logprobs": {"prompt_logprobs": 3},
     "prompt_logprobs-0": {"prompt_logprobs": 0, "logprobs": 2},
-    "prompt_logprob_token_ids": {
-        "prompt_logprob_token_ids": [[5, 6], [7, 8], [9, 10]],
-        "prompt_logprob_start": 2,
-    },
+    "prompt_logprob_token_ids": {"prompt_logprob_start": 2},  # ids: by the prompt
     "skip_reading_prefix_cache": {"skip_reading_prefix_cache": True},
     "final_only": {"output_kind": RequestOutputKind.FINAL_ONLY},
 }
@@ -128,9 +125,11 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
-def greedy(name: str) -> SamplingParams:
-    kind = (GRAMMARS | PARAMETERS)[name]
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 40, **kind})
+def greedy(name: str, prompt: list[int]) -> SamplingParams:
+    kind = {"temperature": 0.0, "max_tokens": 40, **(GRAMMARS | PARAMETERS)[name]}
+    if name == "prompt_logprob_token_ids":
+        kind[name] = [[5, token] for token in prompt[3:]]
+    return SamplingParams(**kind)
 
 
 def sampled() -> list[SamplingParams]:
@@ -210,7 +209,7 @@ def plain_answers(plain: Engine, prompts: list[list[int]]) -> dict[str, Answer]:
 def answers(e: Engine, prompts: list[list[int]]) -> dict[str, Answer]:
     names = [*GRAMMARS, *PARAMETERS]
     texts = [prompts[i % len(prompts)] for i in range(len(names))]
-    outputs = e.outputs(texts, [greedy(name) for name in names])
+    outputs = e.outputs(texts, [greedy(n, t) for n, t in zip(names, texts, strict=True)])
     return {name: Answer.of(output) for name, output in zip(names, outputs, strict=True)}
 
 
@@ -398,9 +397,8 @@ def test_aborts_lose_no_block(
 ) -> None:
     """Aborted waiting, in its prefill and at any step of decoding; grammars among them."""
     names = [*GRAMMARS, *PARAMETERS]
-    requests = [
-        (f"{i}", prompts[i % len(prompts)], greedy(name), 0) for i, name in enumerate(names)
-    ]
+    texts = [prompts[i % len(prompts)] for i in range(len(names))]
+    requests = [(f"{i}", texts[i], greedy(name, texts[i]), 0) for i, name in enumerate(names)]
     done: dict[int, Answer] = {}
     for step, outputs in enumerate(step_through(uno, requests)):
         assert free_blocks(uno) <= total_blocks(uno)
