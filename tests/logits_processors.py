@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 
-class NoRepeat(LogitsProcessor):
-    """`extra_args={"no_repeat": x}`: x off the logit of the token just before, in every row."""
+class Repeat(LogitsProcessor):
+    """`extra_args={"repeat": x}`: x on the logit of the token just before, in every row."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.strength = torch.zeros(req_states.max_num_reqs, device=req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        strength = (sampling_params.extra_args or {}).get("no_repeat", 0.0)
+        strength = (sampling_params.extra_args or {}).get("repeat", 0.0)
         self.strength[req_idx] = strength
         return bool(strength)
 
@@ -27,5 +27,5 @@ class NoRepeat(LogitsProcessor):
         # Inert rows of a draft have no slot; what happens to them does not matter.
         slots = ctx.expanded_idx_mapping.long().clamp(min=0)
         # A drafted row's predecessor is a draft: right only in rows that are really verified.
-        logits[rows, ctx.input_ids[: len(logits)].long()] -= self.strength[slots]
+        logits[rows, ctx.input_ids[: len(logits)].long()] += self.strength[slots]
         return logits

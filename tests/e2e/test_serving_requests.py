@@ -4,6 +4,7 @@ The trained model drafts well, so that most rows tested are drafts: with a rando
 cycle would end at its first row. What test_greedy.py shows on a random model is not repeated here.
 """
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 from engines import Engine, engine
-from logits_processors import NoRepeat
+from logits_processors import Repeat
 from vllm import SamplingParams
 from vllm.config import ReasoningConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import (
     RepetitionDetectionParams,
     RequestOutputKind,
@@ -28,7 +30,7 @@ B = 4
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 12,
     "scheduling_policy": "priority",
-    "logits_processors": [NoRepeat],
+    "logits_processors": [Repeat],
     "reasoning_config": ReasoningConfig(
         reasoning_start_str="<|assistant|>", reasoning_end_str=" Therefore"
     ),
@@ -48,6 +50,8 @@ root ::= sum " = " number
 sum ::= number (" + " number)+
 number ::= [1-9] [0-9]?
 """
+REGEX = r"[A-Z][a-z]{2,5} has [0-9]{1,3} left\."
+CHOICES = ["marbles and nuts", "marbles and keys", "nothing"]
 TAG = json.dumps(
     {
         "type": "structural_tag",
@@ -60,37 +64,38 @@ TAG = json.dumps(
 def structured(**kind: Any) -> dict[str, Any]:
     # No whitespace without end: a model that knows no JSON likes it best.
     return {
-        "max_tokens": 64,
+        "max_tokens": 40,
         "structured_outputs": StructuredOutputsParams(**kind, disable_any_whitespace=True),
     }
 
 
 GRAMMARS: dict[str, dict[str, Any]] = {
     "json": structured(json=SCHEMA),
+    "json-logprobs": {**structured(json=SCHEMA), "logprobs": 3},
     "json-text": structured(json=json.dumps(SCHEMA)),
     "json_object": structured(json_object=True),
-    "regex": structured(regex=r"[A-Z][a-z]{2,5} has [0-9]{1,3} left\."),
+    "regex": structured(regex=REGEX),
     "grammar": structured(grammar=GRAMMAR),
-    "choice": structured(choice=["marbles and nuts", "marbles and keys", "nothing"]),
+    "choice": structured(choice=CHOICES),
     "structural_tag": structured(structural_tag=TAG),
 }
 PARAMETERS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.4},
-    "frequency_penalty": {"frequency_penalty": 1.1},
+    "frequency_penalty": {"frequency_penalty": 2.0},
     "presence_penalty": {"presence_penalty": -1.5},
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.6},
     "logit_bias": {"logit_bias": {300: 4.0, 17: -9.0, 401: 3.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(4, 900, 2))},
-    "bad_words": {"bad_words": ["so", " now", "Then", "has"]},
-    "min_tokens": {"min_tokens": 90, "max_tokens": 96},
+    "bad_words": {"bad_words": ["buys", "which", "has"]},
+    "min_tokens": {"min_tokens": 60, "max_tokens": 62},
     "min_tokens-stop_token_ids": {"min_tokens": 30, "stop_token_ids": list(range(10, 60))},
     "stop": {"stop": [". ", "has"]},
     "stop-included": {"stop": ["."], "include_stop_str_in_output": True, "min_tokens": 12},
     "stop_token_ids": {"stop_token_ids": list(range(4, 40))},
-    "ignore_eos": {"ignore_eos": True, "max_tokens": 80},
-    "special_tokens": {"skip_special_tokens": False, "max_tokens": 120},
+    "ignore_eos": {"ignore_eos": True, "max_tokens": 66},
+    "special_tokens": {"skip_special_tokens": False, "max_tokens": 66},
     "no-text": {"detokenize": False},
-    "extra_args": {"extra_args": {"no_repeat": 3.0}, "ignore_eos": True},
+    "extra_args": {"extra_args": {"repeat": 12.0}},
     "thinking_token_budget": {"thinking_token_budget": 9},
     "repetition_detection": {
         "logit_bias": {17: 60.0},
@@ -102,7 +107,6 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "logprobs-5": {"logprobs": 5},
     "logprobs-flat": {"logprobs": 3, "flat_logprobs": True},
     "logprobs-penalties": {"logprobs": 4, "repetition_penalty": 1.3},
-    "logprob_token_ids": {"logprob_token_ids": [5, 77, 300]},
     "prompt_logprobs": {"prompt_logprobs": 3},
     "prompt_logprobs-0": {"prompt_logprobs": 0, "logprobs": 2},
     "prompt_logprob_token_ids": {"prompt_logprob_start": 2},  # ids: by the prompt
@@ -126,15 +130,16 @@ SAMPLED: list[dict[str, Any]] = [
 
 
 def greedy(name: str, prompt: list[int]) -> SamplingParams:
-    kind = {"temperature": 0.0, "max_tokens": 40, **(GRAMMARS | PARAMETERS)[name]}
+    # vLLM writes into a request's structured output parameters.
+    kind = {"temperature": 0.0, "max_tokens": 24, **copy.deepcopy((GRAMMARS | PARAMETERS)[name])}
     if name == "prompt_logprob_token_ids":
         kind[name] = [[5, token] for token in prompt[3:]]
     return SamplingParams(**kind)
 
 
-def sampled() -> list[SamplingParams]:
+def sampled(size: int = 20) -> list[SamplingParams]:
     return [
-        SamplingParams(**{"max_tokens": 40, "logprobs": 2, "seed": 100 + i, **kind})
+        SamplingParams(**{"logprobs": 2, "seed": 100 + i, **copy.deepcopy(kind), "max_tokens": size})
         for i, kind in enumerate(SAMPLED)
     ]
 
@@ -263,16 +268,16 @@ def assert_lawful(name: str, answer: Answer) -> None:
     """The text keeps to its grammar, to the end unless it was cut."""
     if answer.reason != "stop" or name == "structural_tag":
         return
-    if name in ("json", "json-text"):
+    if name.startswith("json-") or name == "json":
         assert lawful_json(json.loads(answer.text))
     elif name == "json_object":
         json.loads(answer.text)
     elif name == "regex":
-        assert re.fullmatch(GRAMMARS[name]["structured_outputs"].regex, answer.text)
+        assert re.fullmatch(REGEX, answer.text)
     elif name == "grammar":
         assert re.fullmatch(r"[1-9]\d?( \+ [1-9]\d?)+ = [1-9]\d?", answer.text)
     else:
-        assert answer.text in GRAMMARS["choice"]["structured_outputs"].choice
+        assert answer.text in CHOICES
 
 
 def lawful_json(found: dict[str, Any]) -> bool:
@@ -289,7 +294,7 @@ def test_the_parameters_change_plains_answers(
 ) -> None:
     """Else nothing above would show that UNO heeds them."""
     names = list(GRAMMARS | PARAMETERS)
-    greedy_params = SamplingParams(temperature=0.0, max_tokens=40)
+    greedy_params = SamplingParams(temperature=0.0, max_tokens=24)
     bare = [Answer.of(o) for o in plain.outputs(prompts, greedy_params)]
     same = {
         name
@@ -297,7 +302,7 @@ def test_the_parameters_change_plains_answers(
         if plain_answers[name].tokens == bare[i % len(prompts)].tokens
     }
     # These change what is told, or nothing.
-    silent = {n for n in names if "logprob" in n and n != "logprobs-penalties"}
+    silent = {n for n in PARAMETERS if "logprob" in n and n != "logprobs-penalties"}
     silent |= {"no-text", "skip_reading_prefix_cache", "final_only", "structural_tag"}
     assert same <= silent, same - silent
     assert plain_answers["repetition_detection"].reason == "repetition"
@@ -314,7 +319,8 @@ def test_mixed_sampling(uno: Engine, plain: Engine, prompts: list[list[int]]) ->
     tokenizer = uno.llm.get_tokenizer()
     for prompt, param, output, want in zip(prompts, params, outputs, reference, strict=True):
         answer = Answer.of(output)
-        for i, token in enumerate(answer.tokens):
+        # A grammar's mask comes before the logprobs: `json-logprobs` compares those.
+        for i, token in enumerate(answer.tokens if param.structured_outputs is None else []):
             expected = want.prompt_logprobs[len(prompt) + i][token].logprob
             assert answer.logprobs[i][token] == pytest.approx(expected, abs=1e-3)
         assert answer.reason in ("stop", "length")
@@ -331,18 +337,26 @@ def test_mixed_sampling(uno: Engine, plain: Engine, prompts: list[list[int]]) ->
     assert_lawful("choice", Answer.of(outputs[11]))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_seeds_do_not_see_the_batch(batch: int, uno: Engine, prompts: list[list[int]]) -> None:
-    params = sampled()
+@pytest.mark.slow
+def test_seeds_do_not_see_the_batch(uno: Engine, prompts: list[list[int]]) -> None:
+    """Alone, in pairs, in fives and all together."""
+    params = sampled(16)
     together = uno.tokens(prompts, params)
-    for start in range(0, len(prompts), batch):
-        if batch == 1 and start % 3:
-            continue
-        part = slice(start, start + batch)
-        assert uno.tokens(prompts[part], params[part]) == together[part]
-    others = [SamplingParams(temperature=1.0, max_tokens=40, seed=seed) for seed in range(2)]
-    first, second = uno.tokens([prompts[0]] * 2, others)
-    assert first != second
+    for batch in (1, 2, 5):
+        for start in range(0, len(prompts), batch):
+            part = slice(start, start + batch)
+            assert uno.tokens(prompts[part], params[part]) == together[part]
+
+
+def test_seeds(uno: Engine, prompts: list[list[int]]) -> None:
+    """As above for plain temperatures; another seed gives another output."""
+    texts = [prompts[0]] * 6
+    params = [SamplingParams(temperature=1.0, max_tokens=16, seed=i // 2) for i in range(6)]
+    together = uno.tokens(texts, params)
+    assert together[::2] == together[1::2]
+    assert len({tuple(tokens) for tokens in together}) == 3
+    assert [uno.tokens([prompts[0]], params[i])[0] for i in (0, 2, 4)] == together[::2]
+    assert uno.tokens(prompts[:5] + texts[:1], [params[2]] * 6)[5] == together[2]
 
 
 def test_n_sampled(uno: Engine, prompts: list[list[int]]) -> None:
@@ -380,7 +394,7 @@ def test_streamed_parts_make_the_whole(uno: Engine, prompts: list[list[int]]) ->
 
 def test_priority(uno: Engine, prompts: list[list[int]]) -> None:
     """Twenty four requests for twelve places: the urgent ones, though last, are done first."""
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     want = uno.tokens(prompts, params)
     requests = [(f"{i}", prompts[i % 12], params, 1 if i < 12 else 0) for i in range(24)]
     done = {}
@@ -392,6 +406,7 @@ def test_priority(uno: Engine, prompts: list[list[int]]) -> None:
     assert all(tokens == want[int(name) % 12] for name, tokens in done.items())
 
 
+@pytest.mark.slow
 def test_aborts_lose_no_block(
     uno: Engine, plain_answers: dict[str, Answer], prompts: list[list[int]]
 ) -> None:
@@ -432,7 +447,8 @@ def test_beam_search(uno: Engine, plain: Engine, prompts: list[list[int]]) -> No
         ({"allowed_token_ids": [5000]}, "allowed_token_ids"),
         ({"logit_bias": {5000: 1.0}}, "logit_bias"),
         ({"logprobs": 900}, "logprobs"),
-        ({"structured_outputs": StructuredOutputsParams(regex="[a-")}, "regex|Regex|[Ii]nvalid"),
+        ({"logprob_token_ids": [5, 77]}, "logprob_token_ids"),
+        ({"structured_outputs": StructuredOutputsParams(regex="[a-")}, "regex"),
         ({"structured_outputs": StructuredOutputsParams(grammar="root ::= (")}, "grammar"),
         ({"trace_decode_token_ids": [5, 6]}, "speculative decoding|trace"),
     ],
@@ -440,6 +456,6 @@ def test_beam_search(uno: Engine, plain: Engine, prompts: list[list[int]]) -> No
 def test_bad_requests_harm_nobody(
     params: dict[str, Any], text: str, uno: Engine, prompts: list[list[int]]
 ) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, VLLMValidationError), match=text):
         uno.outputs(prompts[:1], SamplingParams(**params))
     assert uno.tokens(prompts[:1], SamplingParams(temperature=0.0, max_tokens=4))[0]
