@@ -3,16 +3,20 @@
 import asyncio
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import serving
 from openai import APIStatusError, AsyncOpenAI
 from serving import Reply, Request, ask_all, client, gauge, lawful, random_request, serve
 
 from vllm_uno.bundled import problems
+
+pytestmark = pytest.mark.slow  # two servers start in a minute
 
 QUESTION = next(iter(problems.generate("test", 1, seed=3))).question
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -29,15 +33,23 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve(tmp_path_factory.mktemp("plain")) as url:
-        yield url
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Plain and UNO, started side by side."""
+    with ExitStack() as running, ThreadPoolExecutor() as pool:
+        kinds = [("plain", None), ("uno", {"num_speculative_tokens": 4})]
+        contexts = [serve(tmp_path_factory.mktemp(name), uno) for name, uno in kinds]
+        plain, uno = pool.map(running.enter_context, contexts)
+        yield plain, uno
 
 
 @pytest.fixture(scope="module")
-def uno(plain: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve(tmp_path_factory.mktemp("uno"), {"num_speculative_tokens": 4}) as url:
-        yield url
+def plain(servers: tuple[str, str]) -> str:
+    return servers[0]
+
+
+@pytest.fixture(scope="module")
+def uno(servers: tuple[str, str]) -> str:
+    return servers[1]
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +110,9 @@ async def tool_call(to: AsyncOpenAI) -> Any:
         tools=[TOOL],
         tool_choice={"type": "function", "function": {"name": "count"}},
     )
-    call = done.choices[0].message.tool_calls[0].function
+    calls = done.choices[0].message.tool_calls
+    assert calls, done
+    call = calls[0].function
     return call.name, call.arguments
 
 
@@ -175,7 +189,7 @@ def test_bad_requests_are_told_so_and_harm_nobody(plain: str, uno: str) -> None:
     for (body, text), error in zip(BAD, errors, strict=True):
         assert isinstance(error, APIStatusError), (body, error)
         assert 400 <= error.status_code < 500, (body, error)
-        assert pytest.importorskip("re").search(text, error.message), (body, error)
+        assert re.search(text, error.message), (body, error)
     for got, want in zip(replies, asyncio.run(ask_all(plain, good, 4)), strict=True):
         assert (got.text, got.tokens, got.reason) == (want.text, want.tokens, want.reason)
 
@@ -202,9 +216,10 @@ def check_random_requests(plain: str, uno: str, seeds: range, at_once: int) -> N
         if stays(request) or reply.reason:
             assert lawful(request, reply), (request, reply)
         else:
-            assert i not in greedy or reply.tokens == wanted[greedy.index(i)].tokens[
-                : len(reply.tokens)
-            ]
+            assert (
+                i not in greedy
+                or reply.tokens == wanted[greedy.index(i)].tokens[: len(reply.tokens)]
+            )
     check_forced(plain, [r for r in replies if r.reason and r.prompt], at_once)
 
 
@@ -242,7 +257,6 @@ def test_random_requests(plain: str, uno: str) -> None:
     check_random_requests(plain, uno, range(24), at_once=12)
 
 
-@pytest.mark.slow
 def test_two_hundred_random_requests(plain: str, uno: str) -> None:
     check_random_requests(plain, uno, range(1000, 1200), at_once=24)
 
@@ -260,4 +274,3 @@ def test_random_requests_are_of_every_kind() -> None:
     ):
         assert 10 < len(some) < 150
     assert {r.body["max_tokens"] for r in requests} >= {1, 60}
-    assert serving.OPTIONS

@@ -64,7 +64,7 @@ TAG = json.dumps(
 def structured(**kind: Any) -> dict[str, Any]:
     # No whitespace without end: a model that knows no JSON likes it best.
     return {
-        "max_tokens": 40,
+        "max_tokens": 32,
         "structured_outputs": StructuredOutputsParams(**kind, disable_any_whitespace=True),
     }
 
@@ -81,16 +81,16 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 }
 PARAMETERS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.4},
-    "frequency_penalty": {"frequency_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 2.0, "max_tokens": 48},
     "presence_penalty": {"presence_penalty": -1.5},
-    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.6},
-    "logit_bias": {"logit_bias": {300: 4.0, 17: -9.0, 401: 3.0}},
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.6},
+    "logit_bias": {"logit_bias": {300: 14.0, 17: -9.0, 401: 12.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(4, 900, 2))},
-    "bad_words": {"bad_words": ["buys", "which", "has"]},
+    "bad_words": {"bad_words": ["starts", "gives", "buys"]},
     "min_tokens": {"min_tokens": 60, "max_tokens": 62},
-    "min_tokens-stop_token_ids": {"min_tokens": 30, "stop_token_ids": list(range(10, 60))},
+    "min_tokens-stop_token_ids": {"min_tokens": 15, "stop_token_ids": list(range(10, 60))},
     "stop": {"stop": [". ", "has"]},
-    "stop-included": {"stop": ["."], "include_stop_str_in_output": True, "min_tokens": 12},
+    "stop-included": {"stop": ["."], "include_stop_str_in_output": True, "min_tokens": 4},
     "stop_token_ids": {"stop_token_ids": list(range(4, 40))},
     "ignore_eos": {"ignore_eos": True, "max_tokens": 66},
     "special_tokens": {"skip_special_tokens": False, "max_tokens": 66},
@@ -139,7 +139,9 @@ def greedy(name: str, prompt: list[int]) -> SamplingParams:
 
 def sampled(size: int = 20) -> list[SamplingParams]:
     return [
-        SamplingParams(**{"logprobs": 2, "seed": 100 + i, **copy.deepcopy(kind), "max_tokens": size})
+        SamplingParams(
+            **{"logprobs": 2, "seed": 100 + i, **copy.deepcopy(kind), "max_tokens": size}
+        )
         for i, kind in enumerate(SAMPLED)
     ]
 
@@ -308,6 +310,7 @@ def test_the_parameters_change_plains_answers(
     assert plain_answers["repetition_detection"].reason == "repetition"
 
 
+@pytest.mark.slow
 def test_mixed_sampling(uno: Engine, plain: Engine, prompts: list[list[int]]) -> None:
     """All laws in one batch: lawful ends, and the logprobs of a teacher-forced plain pass."""
     params = sampled()
@@ -359,6 +362,7 @@ def test_seeds(uno: Engine, prompts: list[list[int]]) -> None:
     assert uno.tokens(prompts[:5] + texts[:1], [params[2]] * 6)[5] == together[2]
 
 
+@pytest.mark.slow
 def test_n_sampled(uno: Engine, prompts: list[list[int]]) -> None:
     """The n completions of a seed differ, and each comes again."""
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=24)

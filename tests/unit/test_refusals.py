@@ -146,8 +146,6 @@ def refused(model: Path, adapter: Path, settings: dict[str, Any], *texts: str) -
         pytest.param(_ENCODER_DECODER, "an encoder-decoder model", id="encoder-decoder"),
     ],
 )
-def test_refused_models(
-    config: dict[str, Any], reason: str, adapter: Path, tmp_path: Path
-) -> None:
+def test_refused_models(config: dict[str, Any], reason: str, adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(tmp_path, adapter, {}, reason, "serve it without speculative method 'uno'")
