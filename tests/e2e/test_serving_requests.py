@@ -1,7 +1,7 @@
 """Every request parameter of vLLM's V2 runner, linear mode, against plain vLLM.
 
-The trained model drafts well, so that most rows tested are drafts: with a random adapter nearly every
-cycle would end at its first row. What test_greedy.py shows on a random model is not repeated here.
+The trained model drafts well, so that most rows tested are drafts: with a random adapter nearly
+every cycle would end at its first row. What test_greedy.py shows is not repeated here.
 """
 
 import copy
@@ -391,7 +391,8 @@ def test_streamed_parts_make_the_whole(uno: Engine, prompts: list[list[int]]) ->
         for output in outputs:
             parts[output.request_id].append(output.outputs[0])
     for name, want in zip("ab", whole, strict=True):
-        assert sum((list(p.token_ids) for p in parts[name]), []) == list(want.outputs[0].token_ids)
+        tokens = [token for part in parts[name] for token in part.token_ids]
+        assert tokens == list(want.outputs[0].token_ids)
         assert "".join(p.text for p in parts[name]) == want.outputs[0].text
         assert max(len(p.token_ids) for p in parts[name]) > 1  # a cycle's tokens come together
 
