@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 from serving import Reply, Request, ask_all, client, gauge, lawful, random_request, serve
+from transformers import AutoTokenizer
 
-from vllm_uno.bundled import problems
+from vllm_uno.bundled import bundled_model, problems
 
 pytestmark = pytest.mark.slow  # two servers start in a minute
 
@@ -101,12 +102,22 @@ async def json_schema(to: AsyncOpenAI) -> Any:
     return done.choices[0].message.content, done.choices[0].finish_reason
 
 
+def whitespace() -> dict[str, int]:
+    """A bias against tokens of whitespace, which a call's arguments may have without end."""
+    tokenizer = AutoTokenizer.from_pretrained(str(bundled_model()))
+    ids = range(len(tokenizer))
+    return {
+        str(i): -100 for i in ids if tokenizer.decode([i]) and not tokenizer.decode([i]).strip()
+    }
+
+
 async def tool_call(to: AsyncOpenAI) -> Any:
     done = await to.chat.completions.create(
         model="bundled",
         messages=MESSAGES,
         temperature=0,
         max_tokens=160,
+        logit_bias=whitespace(),
         tools=[TOOL],
         tool_choice={"type": "function", "function": {"name": "count"}},
     )
