@@ -1,5 +1,6 @@
 """The demo and the examples run as users run them: scripts with their defaults."""
 
+import json
 import os
 import re
 import subprocess
@@ -81,6 +82,16 @@ def test_serve_client_example() -> None:
     assert counts, out
     # Greedy: every draft has its first token accepted.
     assert int(counts[2]) >= int(counts[1]) > 0
+
+
+def test_structured_example() -> None:
+    out = run("examples/structured.py")
+    city, phone, mood = re.findall(r"^(?:'.*'|\".*\") -> '(.*)'$", out, re.MULTILINE)
+    found = json.loads(city)
+    assert list(found) == ["city", "inhabitants", "coast"]
+    assert f"parsed: {found['inhabitants']} inhabitants, on the coast: {found['coast']}" in out
+    assert re.fullmatch(r"\+\d{2} \d{3} \d{4}", phone)
+    assert mood in ("positive", "neutral", "negative")
 
 
 def completion(tokens: list[int], best: tuple[float, float] = (-1.0, -1.5)) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""`SamplingParams`: min_p and logit_bias work with UNO."""
+"""`SamplingParams`: min_p and logit_bias work with UNO, logprob_token_ids do not."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ def _validate_spec_decode(original: Any) -> Any:
     @functools.wraps(original)
     def validate_spec_decode(self: Any, speculative_config: Any) -> None:
         if speculative_config is not None and speculative_config.method == "uno":
+            if self.logprob_token_ids is not None:
+                from vllm.exceptions import VLLMValidationError
+
+                raise VLLMValidationError(
+                    "logprob_token_ids is not supported with speculative method 'uno': vLLM's "
+                    "rejection sampler returns the most likely tokens' logprobs only. Ask for "
+                    "logprobs, or serve the request without speculation.",
+                    parameter="logprob_token_ids",
+                )
             return
         original(self, speculative_config)
 
