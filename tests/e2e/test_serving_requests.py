@@ -86,7 +86,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.6},
     "logit_bias": {"logit_bias": {300: 14.0, 17: -9.0, 401: 12.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(4, 900, 2))},
-    "bad_words": {"bad_words": ["starts", "gives", "buys"]},
+    "bad_words": {"bad_words": [".", "gives"]},
     "min_tokens": {"min_tokens": 60, "max_tokens": 62},
     "min_tokens-stop_token_ids": {"min_tokens": 15, "stop_token_ids": list(range(10, 60))},
     "stop": {"stop": [". ", "has"]},
