@@ -29,7 +29,7 @@ SCHEMA = {
 }
 TOOL = {
     "type": "function",
-    "function": {"name": "count", "description": "Counts things", "parameters": SCHEMA},
+    "function": {"name": "count", "strict": True, "parameters": SCHEMA},
 }
 
 
