@@ -84,6 +84,7 @@ def test_serve_client_example() -> None:
     assert int(counts[2]) >= int(counts[1]) > 0
 
 
+@pytest.mark.slow
 def test_structured_example() -> None:
     out = run("examples/structured.py")
     city, phone, mood = re.findall(r"^(?:'.*'|\".*\") -> '(.*)'$", out, re.MULTILINE)

@@ -44,7 +44,9 @@ class Acceptance:
     def of(cls, counts: torch.Tensor) -> Acceptance:
         """From what `count_cycles` returns."""
         cycles, *accepted = counts.tolist()
-        return cls(len(accepted), tuple(n / cycles for n in accepted), cycles)
+        # None where every text ends in its first cycle.
+        shares = tuple(n / cycles if cycles else float("nan") for n in accepted)
+        return cls(len(accepted), shares, cycles)
 
     @property
     def tau(self) -> float:
