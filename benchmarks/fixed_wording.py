@@ -4,7 +4,7 @@
 
 Trains a base model and an adapter on the bundled problems in their fixed wording. With nothing left
 to chance but the numbers' own arithmetic, every row's token is certain and tau should come close to
-its limit of B + 1; what a base model is unsure of is lost (docs/training.md).
+its limit of B + 1; what a base model is unsure of is lost.
 Expected: held-out tau of at least 8.8 at B = 8, the adapter trained within five minutes. It prints
 both and writes result.json; the exit status says whether they were reached.
 """
