@@ -62,11 +62,13 @@ def uno_law(models: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize(
-    "requests", [pytest.param(250, id="250"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
+    "requests", [pytest.param(40, id="40"), pytest.param(160, id="160", marks=pytest.mark.slow)]
 )
 def test_continuations_follow_the_law(uno_law: Engine, models: Path, requests: int) -> None:
-    report = run_setting(uno_law, SETTINGS["t0.7"], models, requests=requests, tokens=7)
-    assert report.tokens == 7 * requests
+    # Many cycles a request: the counters leave out its last two, and those were not chosen blindly
+    # (a short request of good cycles has no other).
+    report = run_setting(uno_law, SETTINGS["t0.7"], models, requests=requests, tokens=48)
+    assert report.tokens == 48 * requests
     assert report.impossible == 0
     assert report.p_value > ALPHA
     assert report.acceptance[0] == 1.0
@@ -330,7 +332,7 @@ ROW_0_PARAMS: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 1.0},
     "presence": {"presence_penalty": 1.0},
     "logit_bias": {"logit_bias": {i: 4.0 for i in range(40, 60)}},
-    "min_tokens": {"min_tokens": 9, "stop_token_ids": [2000], "logit_bias": {2000: 6.0}},
+    "min_tokens": {"min_tokens": 17, "stop_token_ids": [2000], "logit_bias": {2000: 6.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(100, 120))},
     "logprobs": {"logprobs": 5},
     "seed": {"seed": 42},
@@ -363,7 +365,7 @@ class TestRow0:
     def _accepted(self, uno: Engine, params: dict[str, Any]) -> float:
         uno.speculator.counters.reset()
         prompts = make_prompts(2048, 4, lengths=(5, 9, 17, 33))
-        ends = {"max_tokens": 16, "ignore_eos": "stop_token_ids" not in params}
+        ends = {"max_tokens": 24, "ignore_eos": "stop_token_ids" not in params}
         uno.tokens(prompts, SamplingParams(**{"temperature": 1.0, **ends, **params}))
         stats = uno.speculator.counters.snapshot()
         assert stats.proposed[0] >= 10
