@@ -129,8 +129,9 @@ def load_adapter(
             for name in names:
                 rank, scale = peft.get_rank_and_scaling(peft_names[name])
                 a, b, parts = _slice(folder, targets[name], modules[name], get_tensor, rank)
-                b = (b.to(torch.float32) * scale).to(device=device, dtype=dtype).contiguous()
-                slices.append((a.to(device=device, dtype=dtype), b, parts))
+                # Moved first: a GPU casts and scales an 8B model's adapter in no time.
+                b = (b.to(device).to(torch.float32) * scale).to(dtype).contiguous()
+                slices.append((a.to(device).to(dtype), b, parts))
             loras[layer_name] = _join(targets[names[0]].layer, slices)
     return loras
 

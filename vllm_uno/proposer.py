@@ -9,6 +9,7 @@ row and the drafted tokens' rows on base weights.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ from vllm_uno.vllm_hooks.runner_api import (
     get_max_chunk_logits,
     init_attn_backend,
 )
-from vllm_uno.warmup import warm_up_sampling
+from vllm_uno.warmup import run_at_once, sampling_jobs
 
 logger = init_logger("vllm.uno")
 
@@ -209,6 +210,7 @@ class UnoProposer(DraftModelSpeculator):
         self._set_sampler(model_state.uno_sampler)
         model_state.uno_recorder = self.recorder
         self._tell_memory()
+        self._warm_up()
 
     def _set_sampler(self, sampler: Sampler) -> None:
         law_rows = LawRows.allocate(
@@ -280,7 +282,6 @@ class UnoProposer(DraftModelSpeculator):
         )
         self._capture_sampling()
         graphs = max(0, free_before - torch.accelerator.get_memory_info()[0])
-        self._warm_up()
         compilation = self.vllm_config.compilation_config
         sizes = compilation.cudagraph_capture_sizes or []
         verify_full = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
@@ -300,16 +301,18 @@ class UnoProposer(DraftModelSpeculator):
         self._graph_scratch = capture_sampling_graphs(self.sampling_graphs, self._sample_plain)
 
     def _warm_up(self) -> None:
-        if self._warmed_up:
+        # Attention is set up twice, see above. Where vLLM compiles nothing ahead, nor do we.
+        wanted = self.vllm_config.kernel_config.enable_jit_warmup and self.device.type != "cpu"
+        if self._warmed_up or not wanted:
             return
         self._warmed_up = True
-        self._warm_up_sampling()
-        # vLLM counts what is gone at the end of a capture as the graphs' own.
+        run_at_once(self._warm_up_jobs(), self.device)
+        # The KV cache is allocated next.
         torch.accelerator.empty_cache()
 
-    def _warm_up_sampling(self) -> None:
+    def _warm_up_jobs(self) -> list[Callable[[], object]]:
         assert self.draft_sampler is not None
-        warm_up_sampling(
+        return sampling_jobs(
             self.draft_sampler.sampler,
             self.draft_logits,
             self.block_size,

@@ -171,7 +171,7 @@ class TestParity:
         memory = tree.speculator.memory
         held = [*vars(memory.trees).values(), memory.path, *tree.runner.kv_caches]
         before = [t.clone() for t in held]
-        tree.speculator._warm_up_sampling()
+        tree.speculator._capture_sampling()
         assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 

@@ -1,5 +1,7 @@
-"""The warm-up reads sampling state and laws, and changes neither."""
+"""The warm-up reads sampling state and laws and changes neither; its jobs run side by side."""
 
+import os
+import threading
 import types
 
 import pytest
@@ -9,7 +11,7 @@ import vllm_uno
 
 vllm_uno.register()
 
-from vllm_uno.warmup import warm_up_sampling  # noqa: E402
+from vllm_uno.warmup import run_at_once, sampling_jobs  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -40,10 +42,36 @@ def test_runs_every_variant_and_leaves_the_state_alone(
     sampler = types.SimpleNamespace(sampling_states=state, use_fp64_gumbel=False)
     laws = torch.randn(3, 4, 50, device=DEVICE) if probabilistic else None
     before = None if laws is None else laws.clone()
-    warm_up_sampling(sampler, laws, 4, 50, torch.bfloat16, DEVICE)  # type: ignore[arg-type]
+    jobs = sampling_jobs(sampler, laws, 4, 50, torch.bfloat16, DEVICE)  # type: ignore[arg-type]
+    for job in jobs:
+        job()
     kinds = {(k, p) for k, p in ((True, False), (False, True), (True, True))}
     want = {("verify", torch.bfloat16), ("verify", torch.float32)}
     want |= {("filter", *kind, many) for kind in kinds for many in (False, True)}
     assert set(seen) == want
     assert laws is None or torch.equal(laws, before)
     assert state.temperature.gpu.tolist() == [1, 1, 1] and state.seeds.gpu.tolist() == [0, 1, 2]
+
+
+def test_jobs_run_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a thread with its own device and mode; one that fails is not lost."""
+    devices = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    # Neither passes before the other has come: one after the other they would not end well.
+    meet = threading.Barrier(2, timeout=60)
+    modes = []
+
+    def job() -> None:
+        meet.wait()
+        modes.append(torch.is_inference_mode_enabled())
+
+    def fails() -> None:
+        raise RuntimeError("no such kernel")
+
+    device = torch.device("cuda", 1)
+    run_at_once([job, job], device)
+    assert modes == [True, True] and devices == [device, device]
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        run_at_once([job, fails, job], device)
+    assert len(modes) == 4

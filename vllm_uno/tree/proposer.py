@@ -7,6 +7,7 @@ No draft laws are kept: the target's own samples decide which nodes are accepted
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from vllm_uno.tree.drafting import TreeDrafter
 from vllm_uno.tree.verification import TreeMemory, num_drafted, verify_trees
 from vllm_uno.tree.warmup import warm_up_trees
 from vllm_uno.vllm_hooks.runner_api import InputBatch, Sampler
+from vllm_uno.warmup import filter_jobs
 
 
 class TreeProposer(UnoProposer):
@@ -65,10 +67,11 @@ class TreeProposer(UnoProposer):
     def _buffer_owners(self) -> list[Any]:
         return [self.memory, self.memory.trees, self.drafter, self.drafter.candidates]
 
-    def _capture_sampling(self) -> None:
-        """Nothing: trees are built eagerly."""
+    def _warm_up_jobs(self) -> list[Callable[[], object]]:
+        return filter_jobs(self.vocab_size, self.device)
 
-    def _warm_up_sampling(self) -> None:
+    def _capture_sampling(self) -> None:
+        """Trees are built eagerly: what is left is to compile their kernels."""
         warm_up_trees(
             self.drafter.sampler,
             self.drafter,

@@ -19,7 +19,6 @@ from vllm_uno.tree.rows import gather_rows, write_depth_positions
 from vllm_uno.tree.verification import TreeMemory
 from vllm_uno.tree.walk import walk_trees
 from vllm_uno.vllm_hooks.runner_api import Sampler, gumbel_sample
-from vllm_uno.warmup import warm_up_filters
 
 
 def warm_up_trees(
@@ -67,7 +66,6 @@ def warm_up_trees(
             is_drafting=False,
             use_fp64=sampler.use_fp64_gumbel,
         )
-    warm_up_filters(vocab_size, device)
 
     # One request of one row: no node's position is written.
     rows: Any = SimpleNamespace(
