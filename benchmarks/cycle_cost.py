@@ -1,12 +1,13 @@
 """What a UNO cycle costs in plain decode steps: C_B, on a Qwen3-8B shape.
 
     python benchmarks/cycle_cost.py --out cycle_cost.json
+    python benchmarks/cycle_cost.py --settings 8 16/32/32 --requests 1 8 32 --context 4600
 
-Dummy weights, a random adapter (rank 128, all projections) and imposed acceptance:
-the figures say what a cycle costs, not what text it writes. Plain vLLM and UNO
-run in the same call, each in a process of its own; every figure is a ratio between
-the two. With --side-by-side they start together, where the GPU has room for both,
-and then take turns, row by row.
+A setting is B, or B/K/V in tree mode. Dummy weights, a random adapter (rank 128, all projections)
+and imposed acceptance: the figures say what a cycle costs, not what text it writes. Plain vLLM and
+UNO run in the same call, each in a process of its own; every figure is a ratio between the two.
+With --side-by-side they start together, where the GPU has room for all, and then take turns, row by
+row.
 
     C_B = time of a cycle / time of a plain decode step, at equal requests and context
 
@@ -50,7 +51,7 @@ SHAPE: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 RANK = 128
-PAPER_TAU = {4: 3.89, 8: 4.94, 16: 5.42}  # linear, T = 1
+PAPER_TAU = {"4": 3.89, "8": 4.94, "16": 5.42, "16/32/32": 5.97}  # T = 1
 MEASURED_STEPS = 48
 
 
@@ -58,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, nargs="+", default=[128, 4600])
-    parser.add_argument("--block-size", type=int, nargs="+", default=[8])
+    parser.add_argument("--settings", nargs="+", default=["8"], metavar="B[/K/V]")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("cycle_cost.json"))
@@ -69,6 +70,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--run", choices=("plain", "uno"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def uno_settings(setting: str) -> dict[str, Any]:
+    """vLLM's speculative_config of "B", or of "B/K/V" for trees."""
+    block, *tree = (int(n) for n in setting.split("/"))
+    if not tree:
+        return {"method": "uno", "num_speculative_tokens": block}
+    top_k, nodes = tree
+    return {
+        "method": "uno",
+        "uno_mode": "tree",
+        "uno_block_size": block,
+        "uno_tree_top_k": top_k,
+        "num_speculative_tokens": nodes,
+    }
+
+
+def file_name(kind: str, setting: str) -> str:
+    return f"{kind}-{setting.replace('/', '-')}"
 
 
 def write_shape(folder: Path, layers: int) -> Path:
@@ -123,14 +143,13 @@ def measure(args: argparse.Namespace) -> None:
 
     model = write_shape(args.work / "model", args.layers)
     settings: dict[str, Any] = {}
-    block = args.block_size[0]
+    setting = args.settings[0]
     if args.run == "uno":
         settings["speculative_config"] = {
-            "method": "uno",
-            "num_speculative_tokens": block,
+            **uno_settings(setting),
             "uno_lora_path": str(args.work / "adapter"),
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": PAPER_TAU.get(block, 0.6 * block),
+            "synthetic_acceptance_length": PAPER_TAU.get(setting, 5.0),
         }
     if args.engines:
         # No engine may take the memory for itself, nor be misled by what another takes meanwhile.
@@ -201,7 +220,7 @@ def measure(args: argparse.Namespace) -> None:
             if speculator is not None:
                 row["tau"] = speculator.counters.snapshot().tokens_per_cycle
             result["rows"].append(row)
-            print(args.run, block, row, flush=True)
+            print(args.run, setting, row, flush=True)
             if turn is not None:
                 turn.close()
     args.out.write_text(json.dumps(result))
@@ -209,7 +228,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def wait_for_all(args: argparse.Namespace) -> None:
     """Until every engine has started, and nothing else runs."""
-    (args.work / f"started-{args.run}{args.block_size[0]}").touch()
+    (args.work / file_name(f"started-{args.run}", args.settings[0])).touch()
     while len(list(args.work.glob("started-*"))) < args.engines:
         time.sleep(0.2)
     while args.wait_for is not None and not args.wait_for.exists():
@@ -229,6 +248,8 @@ def measure_stages(engine: Any, runner: Any, steps: int = 24) -> dict[str, float
 
     import torch
 
+    if not torch.cuda.is_available():  # a try on a small machine
+        return {}
     spans: dict[str, list[tuple[Any, Any]]] = {}
     undo = []
 
@@ -300,12 +321,13 @@ def main() -> None:
         work = Path(folder)
         write_adapter(work / "adapter", args.layers)
         runs: dict[str, Any] = {}
-        engines = [("plain", 0), *(("uno", b) for b in args.block_size)]
+        # Plain vLLM reads the first setting for its name alone.
+        engines = [("plain", args.settings[0]), *(("uno", setting) for setting in args.settings)]
         started: list[subprocess.Popen[bytes]] = []
-        for kind, block in engines:
-            out = work / f"{kind}{block}.json"
+        for kind, setting in engines:
+            out = work / file_name(kind, setting)
             command = [sys.executable, __file__, "--run", kind, "--work", folder, "--out", str(out)]
-            command += ["--block-size", str(block), "--layers", str(args.layers)]
+            command += ["--settings", setting, "--layers", str(args.layers)]
             command += ["--repeats", str(args.repeats), "--requests", *map(str, args.requests)]
             command += ["--context", *map(str, args.context)]
             command += ["--eager"] if args.eager else []
@@ -315,22 +337,22 @@ def main() -> None:
             if not args.side_by_side:
                 wait(started)
         wait(started)
-        for kind, block in engines:
-            out = work / f"{kind}{block}.json"
-            runs[f"{kind}{block or ''}"] = json.loads(out.read_text())
+        for kind, setting in engines:
+            name = kind if kind == "plain" else f"{kind} {setting}"
+            runs[name] = json.loads((work / file_name(kind, setting)).read_text())
     plain = {(r["requests"], r["context"]): r["ms"] for r in runs["plain"]["rows"]}
     table = []
     print("dummy weights, imposed acceptance; medians of ms")
-    print("  B  requests  context    plain    cycle   C_B   gain  stages")
-    for block in args.block_size:
-        for row in runs[f"uno{block}"]["rows"]:
+    print(" setting  requests  context    plain    cycle   C_B   gain  stages")
+    for setting in args.settings:
+        for row in runs[f"uno {setting}"]["rows"]:
             key = (row["requests"], row["context"])
             step, cycle = (ms[len(ms) // 2] for ms in (plain[key], row["ms"]))
             cost = cycle / step
-            gain = PAPER_TAU[block] / cost if block in PAPER_TAU else float("nan")
+            gain = PAPER_TAU.get(setting, float("nan")) / cost
             table.append(
                 {
-                    "B": block,
+                    "setting": setting,
                     "requests": key[0],
                     "context": key[1],
                     "plain_ms": step,
@@ -344,8 +366,8 @@ def main() -> None:
             )
             stages = ", ".join(f"{k} {v:.2f}" for k, v in row["stages"].items())
             print(
-                f"{block:3} {key[0]:9} {key[1]:8} {step:8.2f} {cycle:8.2f} {cost:5.2f} {gain:6.2f}"
-                f"  {stages}"
+                f"{setting:>8} {key[0]:9} {key[1]:8} {step:8.2f} {cycle:8.2f} {cost:5.2f} "
+                f"{gain:6.2f}  {stages}"
             )
     for name, run in runs.items():
         print(f"{name}: started in {run['start_s']:.0f} s")
@@ -371,13 +393,13 @@ def plot(table: list[dict[str, Any]], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    for block, context in sorted({(r["B"], r["context"]) for r in table}):
-        rows = [r for r in table if (r["B"], r["context"]) == (block, context)]
+    for setting, context in sorted({(r["setting"], r["context"]) for r in table}):
+        rows = [r for r in table if (r["setting"], r["context"]) == (setting, context)]
         axis.plot(
             [r["requests"] for r in rows],
             [r["C_B"] for r in rows],
             marker="o",
-            label=f"B={block}, context {context}",
+            label=f"{setting}, context {context}",
         )
     axis.set(
         xlabel="requests",
