@@ -36,6 +36,7 @@ def main() -> int:
     run(
         recipe / "train_adapter.py",
         *("--wording", "fixed", "--model", base, "--output", adapter, "--steps", args.steps),
+        *("--seed", 0),  # of the figures measured
         *("--block_sizes", 2, 4, 8, 8),
     )
     log = [json.loads(line) for line in (adapter / "log.jsonl").read_text().splitlines()]

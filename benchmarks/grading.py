@@ -123,7 +123,7 @@ class _Symbolic:
             self.stop()
             raise RuntimeError(
                 "math-verify does not start (see above); pip install math-verify, which "
-                'pip install "vllm-uno[eval]" brings too'
+                "pip install '.[eval]' in the repository's folder brings too"
             )
 
     def _read(self, limit_s: float) -> Any:

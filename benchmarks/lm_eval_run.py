@@ -5,7 +5,7 @@
 
 For each of plain and UNO: starts vLLM's server, runs `lm_eval --model local-completions` on it
 (the task is lm_eval_tasks/uno_bundled; chat template and tokenizer come from the model's folder),
-stops the server. Needs pip install "vllm-uno[eval]" and no network.
+stops the server. Needs pip install '.[eval]' from the repository's folder, and no network.
 
 lm-eval's own `vllm` backend, without a server, works with vLLM's CUDA build only: it asks for a
 distribution named vllm, which the CPU build is not. There it is

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         from vllm_uno.train.model import ModelError
         from vllm_uno.train.trainer import SettingsError
     except ImportError as error:
-        needs = "pip install 'vllm-uno[train]'"
+        needs = "pip install '.[train]' in the folder of vllm-uno's repository"
         print(f"vllm-uno {arguments[0]} needs the train extra: {needs} ({error})", file=sys.stderr)
         return 2
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the bundled model must show on a GPU (vLLM is needed by the last part alone):
-#   tests/gpu/bundled.sh train WORK     the adapter again: 4 minutes
+#   tests/gpu/bundled.sh train WORK     the adapter again, seeds 0 and 1 (one alone: 90 s, 20 of them data)
 #   tests/gpu/bundled.sh fixed WORK     base model and adapter on fixed wording: 5 minutes
 #   tests/gpu/bundled.sh ablation WORK  four adapters at a time: 3 minutes
 #   tests/gpu/bundled.sh engine WORK    quality and math_eval in vLLM, offline figures, draft logits
@@ -25,7 +25,9 @@ start() { # NAME COMMAND...: beside others
 }
 case $what in
 train)
-  start adapter python3 $recipe --model "$model" --output "$work/adapter" --seed 0
+  for seed in 0 1; do # the shipped one's is 1
+    start "adapter-$seed" python3 $recipe --model "$model" --output "$work/adapter-$seed" --seed $seed
+  done
   wait
   ;;
 fixed)

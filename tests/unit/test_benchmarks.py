@@ -195,7 +195,7 @@ def test_prepare_and_refusals(
             math_eval.main([*common, str(file), option, "4"])
         assert "tree mode is not built yet" in capsys.readouterr().err
 
-    datasets = pytest.importorskip("datasets", reason='needs pip install "vllm-uno[eval]"')
+    datasets = pytest.importorskip("datasets", reason='needs pip install ".[eval]"')
 
     def load_dataset(*_: Any, **__: Any) -> None:
         raise ConnectionError("no hub")
@@ -247,7 +247,7 @@ def test_the_seeds_of_quality_differ(tmp_path: Path) -> None:
 
 
 def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason='needs pip install "vllm-uno[bench]"')
+    pytest.importorskip("matplotlib", reason='needs pip install ".[bench]"')
     plain = {"accuracy": 0.5, "accuracy_error": 0.1, "acceptance": None, "tau": None}
     uno = {"accuracy": 0.5, "accuracy_error": None, "acceptance": [1.0, None], "tau": 2.0}
     report = {
@@ -260,7 +260,7 @@ def test_plot(tmp_path: Path) -> None:
 
 
 def test_lm_eval_problems(tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason='needs pip install "vllm-uno[eval]"')
+    pytest.importorskip("datasets", reason='needs pip install ".[eval]"')
     import importlib.util
 
     file = Path(runner.__file__).parent / "lm_eval_tasks" / "uno_bundled" / "utils.py"

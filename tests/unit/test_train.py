@@ -1,8 +1,13 @@
 """Trainer: masks, losses, gating, packing, acceptance, resuming and refusals."""
 
+import dataclasses
 import itertools
 import json
+import math
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -634,9 +639,9 @@ def test_control_c_leaves_a_checkpoint(
 
     step = trainer._Run._optimizer_step
 
-    def interrupted(self: Any, lr: float) -> Any:
+    def interrupted(self: Any, *arguments: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return step(self, lr)
+        return step(self, *arguments)
 
     monkeypatch.setattr(trainer._Run, "_optimizer_step", interrupted)
     result = train(settings_of(small, texts, tmp_path / "out"))
@@ -667,25 +672,66 @@ def test_offline_evaluation(small: Path, texts: Path, tmp_path: Path) -> None:
     assert main(["eval-adapter", *flags, "--adapter", str(tmp_path / "ev")]) == 1
 
 
+# `vllm-uno train` in one of two processes, in which Control-C is pressed during a step in one.
+WORKER = """
+import signal, sys
+from vllm_uno.cli import main
+from vllm_uno.train.trainer import _Run
+
+process, step = int(sys.argv[1]), int(sys.argv[2])
+update = _Run._optimizer_step
+
+def interrupted(self, *arguments):
+    assert self.accelerator.num_processes == 2
+    if (self.accelerator.process_index, self.step) == (process, step):
+        signal.raise_signal(signal.SIGINT)
+    return update(self, *arguments)
+
+_Run._optimizer_step = interrupted
+sys.exit(main(["train", *sys.argv[3:]]))
+"""
+
+
+def train_in_two(
+    settings: TrainSettings, script: Path, interrupted: tuple[int, int] = (0, -1)
+) -> None:
+    """Trains in two processes; `interrupted`: the process and the step of Control-C."""
+    script.write_text(WORKER)
+    flags = [str(n) for n in interrupted]
+    for name, value in dataclasses.asdict(settings).items():
+        if value is True:
+            flags.append(f"--{name}")
+        elif value is not None and value is not False:
+            flags += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    # `accelerate launch --cpu` starts one process without MPI.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen([*launch, str(script), *flags], env=environment)
+    try:
+        assert launcher.wait(timeout=300) == 0  # processes that wait for each other never end
+    finally:
+        launcher.terminate()  # ends the processes too
+        launcher.wait()
+
+
 @pytest.mark.slow
 def test_two_processes_train_the_same_adapter(small: Path, texts: Path, tmp_path: Path) -> None:
-    import dataclasses
-    import subprocess
-    import sys
-
-    train(settings_of(small, texts, tmp_path / "one", micro_batch_size=1))
-    flags = []
-    for name, value in dataclasses.asdict(
-        settings_of(small, texts, tmp_path / "two", micro_batch_size=1)
-    ).items():
-        if value is None or value is False:
-            continue
-        flags += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    subprocess.run([*launch, "-m", "vllm_uno.cli", "train", *flags], check=True)
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    """And end together, with a checkpoint, where only one of them hears Control-C."""
+    settings = {n: settings_of(small, texts, tmp_path / n, micro_batch_size=1) for n in "123"}
+    train(settings["1"])
+    train_in_two(settings["2"], tmp_path / "worker.py")
+    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
+
+    # The third step, which saves nothing by itself, and not in the process that saves.
+    train_in_two(settings["3"], tmp_path / "worker.py", interrupted=(1, 2))
+    state = torch.load(tmp_path / "3" / "checkpoint" / "state.pt", weights_only=True)
+    assert state["step"] == 3
+    train_in_two(dataclasses.replace(settings["3"], resume=True), tmp_path / "worker.py")
+    resumed = weights(tmp_path / "3")
+    assert resumed.keys() == two.keys()
+    assert all(torch.equal(resumed[name], two[name]) for name in two)
 
 
 @pytest.mark.parametrize(
@@ -736,6 +782,22 @@ def test_bad_input_writes_nothing(
         ({"log_every": 0}, "log_every must be at least 1"),
         ({"heldout_samples": -1}, "heldout_samples must be at least 1"),
         ({"warmup_steps": -1}, "warmup_steps must not be negative"),
+        ({"warmup_steps": 7}, r"warmup_steps \(7\) must not be more than steps"),
+        ({"noise_low": -3}, "noise_low must not be negative, not -3"),
+        ({"stop_after": 0}, "stop_after must be at least 1, not 0"),
+        ({"block_sizes": []}, "block_sizes must be numbers of at least 2"),
+        ({"rank": 0}, "rank must be at least 1"),
+        ({"scale": 0.0}, "scale must be a number above 0, not 0.0"),
+        ({"scale": math.inf}, "scale must be a number above 0, not inf"),
+        ({"lr": -1.0}, "lr must be a number above 0, not -1.0"),
+        ({"lr": math.nan}, "lr must be a number above 0, not nan"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0, not 0.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be above 0, not nan"),
+        ({"loss_kl": math.nan}, "loss_tv, loss_ce and loss_kl must be numbers >= 0"),
+        ({"loss_ce": -0.5}, "loss_tv, loss_ce and loss_kl must be numbers >= 0"),
+        ({"seed": -1}, "seed must be from 0 to"),
+        ({"seed": 1 << 60}, "seed must be from 0 to"),
+        ({"lr": -1.0, "noise_low": -3}, "noise_low must .*; lr must"),
     ],
 )
 def test_bad_settings(small: Path, texts: Path, changes: dict[str, Any], message: str) -> None:

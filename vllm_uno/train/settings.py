@@ -81,8 +81,20 @@ class TrainSettings:
         ):
             if getattr(self, name) < 1:
                 problems.append(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.warmup_steps < 0:
-            problems.append(f"warmup_steps must not be negative, not {self.warmup_steps}")
+        if self.stop_after is not None and self.stop_after < 1:
+            problems.append(f"stop_after must be at least 1, not {self.stop_after}")
+        for name in ("warmup_steps", "noise_low"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.warmup_steps > self.steps:
+            problems.append(f"warmup_steps ({self.warmup_steps}) must not be more than steps")
+        if not 0 <= self.seed < 1 << 32:
+            problems.append(f"seed must be from 0 to 2^32 - 1, not {self.seed}")
+        for name in ("scale", "lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                problems.append(f"{name} must be a number above 0, not {getattr(self, name)}")
+        if not self.max_grad_norm > 0:  # inf: no clipping
+            problems.append(f"max_grad_norm must be above 0, not {self.max_grad_norm}")
         if not self.block_sizes or min(self.block_sizes) < 2:
             problems.append(f"block_sizes must be numbers of at least 2, not {self.block_sizes}")
         elif max(self.block_sizes) > self.context:
@@ -95,10 +107,9 @@ class TrainSettings:
             problems.append(f"attention must be auto, flex or sdpa, not {self.attention!r}")
         if self.dtype not in ("bfloat16", "float32"):
             problems.append(f"dtype must be bfloat16 or float32, not {self.dtype!r}")
-        if min(self.loss_tv, self.loss_ce, self.loss_kl) < 0 or not (
-            self.loss_tv or self.loss_ce or self.loss_kl
-        ):
-            problems.append("loss_tv, loss_ce and loss_kl must be >= 0 and not all zero")
+        weights = (self.loss_tv, self.loss_ce, self.loss_kl)
+        if not all(0 <= w < math.inf for w in weights) or not any(weights):
+            problems.append("loss_tv, loss_ce and loss_kl must be numbers >= 0 and not all zero")
         if not self.targets:
             problems.append("targets must name at least one layer")
         if problems:

@@ -185,6 +185,29 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+# Of `_Run._optimizer_step`: loss, TV, CE, KL, learning rows, interrupted processes.
+_SUMS, _INTERRUPTED = 6, 5
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A step's rows on the CPU, [rows, context] each; the same in every process.
+
+    Attributes:
+        rows: the text.
+        seeds: of every column's block (`block_seeds`).
+        noise: ids.
+        learning: rows of the draft that are learnt from.
+        tokens: of the text.
+    """
+
+    rows: PackedRows
+    seeds: torch.Tensor
+    noise: torch.Tensor
+    learning: int
+    tokens: int
+
+
 class _Run:
     def __init__(
         self,
@@ -233,18 +256,23 @@ class _Run:
             (self.output / LOG).unlink(missing_ok=True)
         started, tokens = time.monotonic(), 0
         bar = tqdm(total=settings.steps, initial=self.step, unit="step", disable=not main)
-        # Of loss, TV, CE and KL, and the rows they are the means of. On the device: read when it
-        # is logged, since reading waits for the GPU.
-        sums = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
+        # On the device: read when they are logged, since reading waits for the GPU.
+        sums = torch.zeros(_SUMS, dtype=torch.float64, device=self.accelerator.device)
+        more = torch.zeros_like(sums)
         if self.step == 0:
             self._measure()
         with self._stop_on_interrupt():
-            while self.step < end and not self.interrupted:
+            while self.step < end:
+                batch = self._draw_batch()
+                # All processes agree, or some would wait for the others for ever. Read after the
+                # next batch was drawn: its way to the GPU waits for the step before as well.
+                if more[_INTERRUPTED]:
+                    break
                 lr = settings.lr_at(self.step)
-                more, read = self._optimizer_step(lr)
+                more = self._optimizer_step(batch, lr)
                 sums += more
                 self.step += 1
-                tokens += read
+                tokens += batch.tokens
                 bar.update(1)
                 saves = self.step % settings.save_every == 0
                 if self.step % settings.log_every == 0 or saves or self.step == end:
@@ -264,7 +292,10 @@ class _Run:
 
     @contextmanager
     def _stop_on_interrupt(self) -> Iterator[None]:
-        """Control-C ends the run after its step, with a checkpoint; a second one at once."""
+        """Control-C in any process ends the run after its step, with a checkpoint.
+
+        A second one ends it at once.
+        """
 
         def stop(number: int, frame: Any) -> None:
             if self.interrupted:
@@ -280,43 +311,55 @@ class _Run:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _optimizer_step(self, lr: float) -> tuple[torch.Tensor, int]:
+    def _draw_batch(self) -> _Batch:
+        """The rows of this step, for all processes, with their blocks and noise."""
+        settings = self.settings
+        block_size = settings.block_size_at(self.step)
+        # Of this step alone, and the same whatever the number of processes.
+        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
+        first = self.step * settings.batch_size
+        order = row_order(len(self.rows), settings.seed, range(first, first + settings.batch_size))
+        rows = self.rows.rows(order, torch.device("cpu"))
+        offsets = draw_offsets(rows.documents, block_size, generator)
+        noise = draw_noise((len(order), settings.context), *self.noise_range, generator)
+        seeds = block_seeds(rows.documents, rows.positions, offsets, block_size)
+        return _Batch(
+            rows,
+            seeds,
+            noise,
+            learning=learning_rows(seeds, rows.trained).shape[0],
+            tokens=int((rows.documents != PADDING).sum()),
+        )
+
+    def _optimizer_step(self, batch: _Batch, lr: float) -> torch.Tensor:
         """One update.
 
         Every learning row of the step weighs the same, however rows are spread over passes and
         processes.
 
         Returns:
-            Sums of loss, TV, CE and KL over this process's learning rows, and their number, fp64
-            [5]; how many tokens the step read.
+            Over all processes, fp64 [6]: sums of loss, TV, CE and KL over the learning rows, their
+            number, and how many processes have been interrupted.
 
         """
         settings, accelerator = self.settings, self.accelerator
-        block_size = settings.block_size_at(self.step)
-        # Of this step alone, and the same whatever the number of processes.
-        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
-        first = self.step * settings.batch_size
-        order = row_order(len(self.rows), settings.seed, range(first, first + settings.batch_size))
-        everything = self.rows.rows(order, torch.device("cpu"))
-        offsets = draw_offsets(everything.documents, block_size, generator)
-        noise = draw_noise((len(order), settings.context), *self.noise_range, generator)
-        seeds = block_seeds(everything.documents, everything.positions, offsets, block_size)
-        all_rows = max(1, learning_rows(seeds, everything.trained).shape[0])
+        rows, seeds, noise = batch.rows, batch.seeds, batch.noise
+        all_rows = max(1, batch.learning)
         mine = range(
             accelerator.process_index * settings.micro_batch_size,
-            len(order),
+            len(rows),
             accelerator.num_processes * settings.micro_batch_size,
         )
         device = accelerator.device
-        total = torch.zeros(5, dtype=torch.float64, device=device)
+        total = torch.zeros(_SUMS, dtype=torch.float64, device=device)
         set_learning_rate(self.optimizer, lr)
         for number, start in enumerate(mine):
             part = torch.arange(start, start + settings.micro_batch_size)
-            used = learning_rows(seeds[part], everything.trained[part])
+            used = learning_rows(seeds[part], rows.trained[part])
             count = used.shape[0]
             with _sync(accelerator, self.wrapped, number == len(mine) - 1):
                 loss, means = self.wrapped(
-                    everything.rows(part, device),
+                    rows.rows(part, device),
                     seeds[part].to(device),
                     noise[part].to(device),
                     used.to(device),
@@ -329,12 +372,12 @@ class _Run:
         torch.nn.utils.clip_grad_norm_(self.trained_parameters, settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total, int((everything.documents != PADDING).sum())
+        total[_INTERRUPTED] = float(self.interrupted)
+        return accelerator.reduce(total, "sum")
 
     def _log_losses(
         self, bar: Any, sums: torch.Tensor, lr: float, rate: float, seconds: float
     ) -> None:
-        sums = self.accelerator.reduce(sums, "sum")
         loss, tv, ce, kl = (sums[:4] / sums[4].clamp(min=1)).tolist()
         if not math.isfinite(loss):
             raise SettingsError(
