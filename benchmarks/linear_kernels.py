@@ -7,11 +7,12 @@ projections), as one CUDA graph, by number of rows:
 
     base     cuBLAS alone: what plain vLLM's layers cost
     torch    the same plus the LoRA in plain PyTorch, as the draft view runs without the extension
-    fused    torch.ops.vllm_uno.uno_linear: base and LoRA, as the draft view runs
+    fused    torch.ops.vllm_uno.uno_linear: base and LoRA, as the draft view runs (their sum for
+             many rows is left to what follows, and not in these figures)
     stream   its one launch for few rows on Hopper GPUs
     skinny   its one launch for few rows on others
-    side     A on a side stream beside the base product, then one pass for B: its way for more rows
-    expand   the base product and the pass for B alone
+    side     A and B on a side stream beside the base product: its way for more rows
+    expand   the base product, then B alone
     punica   base plus vLLM's own LoRA kernels (shrink and expand), one adapter on every row
 
 Every figure is a ratio to `base` in the same run; `roof` is the bytes of weights and adapter at the
@@ -37,7 +38,7 @@ from vllm_uno.lora_kernels import (
     STREAM_MAX_ROWS,
     KernelLora,
     kernel_lora,
-    shrink_beside,
+    lora_beside,
     sync_words,
 )
 from vllm_uno.lora_linear import add_lora
@@ -158,15 +159,18 @@ def run(layers: list[list[Site]], inputs: dict[int, torch.Tensor], kind: str) ->
                 continue
             if kind in ("stream", "skinny"):
                 name = {"stream": "uno_linear_sm90", "skinny": "uno_linear_skinny"}[kind]
-                getattr(torch.ops.vllm_uno, name)(x, site.weight, x.new_empty(0), *rest)
+                d = x.new_empty(x.shape[0], site.weight.shape[0])
+                getattr(torch.ops.vllm_uno, name)(x, site.weight, x.new_empty(0), *rest, d)
                 continue
             if kind == "side":
-                out, h = shrink_beside(x, k.a, site.weight, None)
-            else:
+                lora_beside(x, site.weight, None, *rest[:-1])
+                continue
+            out = F.linear(x, site.weight)
+            if kind == "expand":
                 h = x[:, : k.a.shape[0]]  # any numbers do
-                out = F.linear(x, site.weight)
-            if kind in ("side", "expand"):
-                torch.ops.vllm_uno.lora_expand_(out, h, k.b, k.end0, k.end1, BLOCK)
+                torch.ops.vllm_uno.lora_expand_(
+                    torch.empty_like(out), h, k.b, k.end0, k.end1, BLOCK
+                )
             elif kind == "torch":
                 add_lora(out, x, lora.a, list(lora.b), lora.out_slices, lora.rank_slices, BLOCK)
             elif kind == "punica":

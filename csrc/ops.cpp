@@ -7,13 +7,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_uno, m) {
   // CUDA only; vllm_uno/lora_kernels.py says when, and has the rest.
   m.def(
       "uno_linear_skinny(Tensor x, Tensor weight, Tensor bias, Tensor a, Tensor b, int end0, "
-      "int end1, int block_size, Tensor sync) -> Tensor");
+      "int end1, int block_size, Tensor sync, Tensor(a!) d) -> Tensor");
   m.def(
       "uno_linear_sm90(Tensor x, Tensor weight, Tensor bias, Tensor a, Tensor b, int end0, "
-      "int end1, int block_size, Tensor sync) -> Tensor");
+      "int end1, int block_size, Tensor sync, Tensor(a!) d) -> Tensor");
   m.def(
-      "lora_expand_(Tensor(a!) base, Tensor h, Tensor b, int end0, int end1, int block_size) -> "
+      "lora_expand_(Tensor(a!) d, Tensor h, Tensor b, int end0, int end1, int block_size) -> "
       "Tensor(a!)");
-  m.def(
-      "lora_expand(Tensor base, Tensor h, Tensor b, int end0, int end1, int block_size) -> Tensor");
 }

@@ -1,14 +1,17 @@
 """The draft view's linear layers on a GPU: base product and row-gated LoRA by our own kernels.
 
-    y[n] = x[n] W^T + bias + (n % B != 0) (x[n] A^T)[slice] B^T
+    y[n] = x[n] W^T + bias,    d[n] = (n % B != 0) (x[n] A^T)[slice] B^T
 
-Two functional operators, opaque to torch.compile, which trace with any number of rows:
+A layer's output is y + d. The operators return the two and leave the sum to torch.compile, which
+adds d where the output is read anyway (in the activation, or the residual and norm, that follow):
+so the LoRA costs no pass over the output, and no launch between a base product and what follows
+it. All are functional, opaque to torch.compile, and trace with any number of rows:
 
-`torch.ops.vllm_uno.uno_linear`  plain weights. Few rows are one launch: up to `STREAM_ROWS` on
-    Hopper GPUs (csrc/cuda/uno_linear_sm90.cu), up to `SKINNY_ROWS` on others
-    (csrc/cuda/uno_linear.cu). Above, three: cuBLAS's base product, A beside it on a side stream,
-    and one pass that adds the B side of every packed layer.
-`torch.ops.vllm_uno.lora_add`    behind any other base layer (a quantised one), on its output.
+`torch.ops.vllm_uno.uno_linear`  plain weights: y and d. Few rows are one launch that computes y + d
+    and zeros: up to `STREAM_ROWS` on Hopper GPUs (csrc/cuda/uno_linear_sm90.cu), up to
+    `SKINNY_ROWS` on others (csrc/cuda/uno_linear.cu). Above, cuBLAS's base product, and beside it
+    on a side stream first A, then B.
+`torch.ops.vllm_uno.lora_delta`  d alone, for any other base layer (a quantised one).
 
 Both have a plain PyTorch version: on the CPU, and as the oracle of their tests.
 """
@@ -109,7 +112,7 @@ def slow_path(device: torch.device) -> str | None:
     error = extension_error()
     if error is not None:
         return f"the compiled extension is not there ({error})"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("vllm_uno::lora_expand", "CUDA"):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("vllm_uno::lora_expand_", "CUDA"):
         return "the extension was built without nvcc (reinstall with it: README, Install)"
     if os.environ.get(SWITCH) != "1":
         return f"the kernels are on trial, {SWITCH}=1 turns them on"
@@ -121,37 +124,30 @@ def sync_words(a: torch.Tensor) -> torch.Tensor:
     return torch.zeros(2 + a.shape[0] // 8, dtype=torch.int32, device=a.device)
 
 
-def lora_add_reference(
-    base: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    end0: int,
-    end1: int,
-    block_size: int,
+def lora_delta_reference(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, end0: int, end1: int, block_size: int
 ) -> torch.Tensor:
-    """`base` plus the gated LoRA, in plain PyTorch.
+    """What the gated LoRA adds, in plain PyTorch.
 
     Args:
-        base: [M, out].
         x: [M, in], rows in draft layout (n % block_size == 0: seed).
         a, b, end0, end1: see `KernelLora`.
         block_size: B.
 
     Returns:
-        [M, out], new.
+        [M, out], zero in seed rows.
     """
-    rank = b.shape[1]
-    h = lora_shrink_reference(x, a, block_size)  # zero at seed rows: `base` stays as it is there
+    rank, columns = b.shape[1], b.shape[0]
+    h = lora_shrink_reference(x, a, block_size)
     pieces = []
     start = 0
     for number in range(a.shape[0] // rank):
-        stop = (end0, end1, base.shape[1])[number]
+        stop = (end0, end1, columns)[number]
         part = h[:, number * rank : (number + 1) * rank]
-        added = base[:, start:stop].float() + part.float() @ b[start:stop].float().t()
-        pieces.append(added.to(base.dtype))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        pieces.append((part.to(wide) @ b[start:stop].to(wide).t()).to(x.dtype))
         start = stop
-    return torch.cat([*pieces, base[:, start:]], dim=1)
+    return torch.cat(pieces, dim=1)
 
 
 def uno_linear_reference(
@@ -163,9 +159,9 @@ def uno_linear_reference(
     end0: int,
     end1: int,
     block_size: int,
-) -> torch.Tensor:
-    """A whole layer in plain PyTorch: [M, in] -> [M, out]."""
-    return lora_add_reference(F.linear(x, weight, bias), x, a, b, end0, end1, block_size)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole layer in plain PyTorch: [M, in] -> two [M, out]."""
+    return F.linear(x, weight, bias), lora_delta_reference(x, a, b, end0, end1, block_size)
 
 
 # One side stream for each stream that work is captured on, made before any capture.
@@ -179,21 +175,30 @@ def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
     return _SIDE_STREAMS[key]
 
 
-def shrink_beside(
-    x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+def lora_beside(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    end0: int,
+    end1: int,
+    block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The base product, and A's on the side stream meanwhile: ([M, out], [M, S * R])."""
+    """y, and on the side stream meanwhile d: both [M, out]."""
     main = torch.cuda.current_stream(x.device)
     side = _side_stream(main)
     # Allocated here, and the fork waits for `main`, which waits at the join: no block of memory
     # changes hands before both streams are past it.
     h = x.new_empty(x.shape[0], a.shape[0])
+    d = x.new_empty(x.shape[0], b.shape[0])
     side.wait_stream(main)
     with torch.cuda.stream(side):
         torch.mm(x, a.t(), out=h)
-    base = F.linear(x, weight, bias)
+        torch.ops.vllm_uno.lora_expand_(d, h, b, end0, end1, block_size)
+    y = F.linear(x, weight, bias)
     main.wait_stream(side)
-    return base, h
+    return y, d
 
 
 def _streams(weight: torch.Tensor) -> bool:
@@ -214,30 +219,24 @@ def _uno_linear_cuda(
     end1: int,
     block_size: int,
     sync: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     streams = _streams(weight)
-    if x.shape[0] <= (STREAM_ROWS if streams else SKINNY_ROWS):
-        no_bias = x.new_empty(0) if bias is None else bias
-        one_launch = (
-            torch.ops.vllm_uno.uno_linear_sm90 if streams else torch.ops.vllm_uno.uno_linear_skinny
-        )
-        return one_launch(x, weight, no_bias, a, b, end0, end1, block_size, sync)
-    base, h = shrink_beside(x, a, weight, bias)
-    # In place: nobody else has seen it, and at many rows it lies in the second-level cache.
-    return torch.ops.vllm_uno.lora_expand_(base, h, b, end0, end1, block_size)
+    if x.shape[0] > (STREAM_ROWS if streams else SKINNY_ROWS):
+        return lora_beside(x, weight, bias, a, b, end0, end1, block_size)
+    one_launch = (
+        torch.ops.vllm_uno.uno_linear_sm90 if streams else torch.ops.vllm_uno.uno_linear_skinny
+    )
+    no_bias = x.new_empty(0) if bias is None else bias
+    d = x.new_empty(x.shape[0], b.shape[0])
+    return one_launch(x, weight, no_bias, a, b, end0, end1, block_size, sync, d), d
 
 
-def _lora_add_cuda(
-    base: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    end0: int,
-    end1: int,
-    block_size: int,
+def _lora_delta_cuda(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, end0: int, end1: int, block_size: int
 ) -> torch.Tensor:
-    # Which leaves seed rows alone, whatever h holds there.
-    return torch.ops.vllm_uno.lora_expand(base, x @ a.t(), b, end0, end1, block_size)
+    d = x.new_empty(x.shape[0], b.shape[0])
+    # Which writes zeros to seed rows, whatever h holds there.
+    return torch.ops.vllm_uno.lora_expand_(d, x @ a.t(), b, end0, end1, block_size)
 
 
 def _uno_linear_cpu(
@@ -250,32 +249,32 @@ def _uno_linear_cpu(
     end1: int,
     block_size: int,
     sync: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     return uno_linear_reference(x, weight, bias, a, b, end0, end1, block_size)
 
 
 def _uno_linear_fake(
     x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | int | None
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (x.shape[0], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape)
 
 
-def _lora_add_fake(base: torch.Tensor, *rest: torch.Tensor | int) -> torch.Tensor:
-    return torch.empty_like(base, memory_format=torch.contiguous_format)
+def _lora_delta_fake(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], b.shape[0])
 
 
 _LIBRARY = torch.library.Library("vllm_uno", "FRAGMENT")
 _LIBRARY.define(
     "uno_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, int end0, int end1, "
-    "int block_size, Tensor sync) -> Tensor"
+    "int block_size, Tensor sync) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "lora_add(Tensor base, Tensor x, Tensor a, Tensor b, int end0, int end1, int block_size) "
-    "-> Tensor"
+    "lora_delta(Tensor x, Tensor a, Tensor b, int end0, int end1, int block_size) -> Tensor"
 )
 _LIBRARY.impl("uno_linear", _uno_linear_cpu, "CPU")
 _LIBRARY.impl("uno_linear", _uno_linear_cuda, "CUDA")
-_LIBRARY.impl("lora_add", lora_add_reference, "CPU")
-_LIBRARY.impl("lora_add", _lora_add_cuda, "CUDA")
+_LIBRARY.impl("lora_delta", lora_delta_reference, "CPU")
+_LIBRARY.impl("lora_delta", _lora_delta_cuda, "CUDA")
 torch.library.register_fake("vllm_uno::uno_linear", _uno_linear_fake, lib=_LIBRARY)
-torch.library.register_fake("vllm_uno::lora_add", _lora_add_fake, lib=_LIBRARY)
+torch.library.register_fake("vllm_uno::lora_delta", _lora_delta_fake, lib=_LIBRARY)

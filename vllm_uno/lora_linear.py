@@ -8,7 +8,7 @@ LoRA is added before a row-parallel layer's all-reduce.
 
 The A's of a packed layer (q, k and v; gate and up) are one matrix; each slice of
 the output has its own B. On a GPU the kernels of `lora_kernels` do the same, where
-the shapes are theirs.
+the shapes are theirs, but for the sum, which they leave to what follows.
 
 Either way the LoRA of a layer is one operator that torch.compile does not look into:
 what is left of the view's graph is what the target's is, kernel for kernel, and costs
@@ -161,7 +161,7 @@ class UnoLinearMethod(LinearMethodBase):
         # A subclass may do more than multiply by `weight`.
         weight = self.target.weight if type(self.base) is UnquantizedLinearMethod else None
         if weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
-            return torch.ops.vllm_uno.uno_linear(
+            out, delta = torch.ops.vllm_uno.uno_linear(
                 x,
                 weight,
                 bias,
@@ -171,9 +171,10 @@ class UnoLinearMethod(LinearMethodBase):
                 self.block_size,
                 layer.uno_sync,
             )
+            return out + delta
         out = self.base.apply(self.target, x, bias)
-        return torch.ops.vllm_uno.lora_add(
-            out, x, layer.uno_a, layer.uno_b, *self.ends, self.block_size
+        return out + torch.ops.vllm_uno.lora_delta(
+            x, layer.uno_a, layer.uno_b, *self.ends, self.block_size
         )
 
     def _add(

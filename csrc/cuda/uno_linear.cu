@@ -1,19 +1,18 @@
-// Linear layers of the draft pass with their row-gated LoRA.
+// Linear layers of the draft pass with their row-gated LoRA: y + d of
 //
-//     y[n] = x[n] W^T + bias + gate(n) h[n] B^T,   h[n] = x[n] A^T,   gate(n) = n % block_size != 0
+//     y[n] = x[n] W^T + bias,   d[n] = gate(n) h[n] B^T,   h[n] = x[n] A^T,   gate(n) = n % block_size != 0
 //
-// x [M, K]; W [N, K]; A [S * R, K]; B [N, R]; y [M, N]. The N columns fall into S <= 3 slices (q, k
+// x [M, K]; W [N, K]; A [S * R, K]; B [N, R]; y, d [M, N]. The N columns fall into S <= 3 slices (q, k
 // and v; gate and up) that end at ends[0], ends[1] and N; the columns of slice s use columns
 // s R ... (s + 1) R - 1 of h. bf16 or fp16, sums in fp32, h rounded to x's dtype.
 //
 // `uno_linear_skinny` is for up to 32 rows, where a pass over W at the memory's speed is all there is: one
-// launch, the adapter's bytes beside the weight's. Tensor cores multiply 16 rows of W by 8 rows of x;
+// launch, the adapter's bytes beside the weight's, y + d in y and zeros in d. Tensor cores multiply 16 rows of W by 8 rows of x;
 // the order of K within a product is free, so that each thread reads 16 contiguous bytes of a row and
 // feeds them to two products as they are: W goes through no shared memory. The first thread blocks
 // compute h; the others stream W, and wait for h only when all of W is done.
 //
-// `lora_expand` is the B side for many rows: it adds all slices' h B^T to the base layer's output in
-// one pass over it.
+// `lora_expand_` is the B side for many rows: d of all slices in one pass, from h.
 #include <algorithm>
 #include <cstdint>
 
@@ -122,6 +121,7 @@ struct Skinny {
   const T* b;
   T* h;
   T* y;
+  T* d;
   int* sync;  // [0]: blocks that have written h; [1]: blocks that need it no more; both 0 at rest
   int rows, k, n, rank, end0, end1, block_size, shrink_blocks, slices_rank;
   int64_t x_stride;
@@ -253,7 +253,9 @@ __global__ void __launch_bounds__(WARPS * kWarp, BLOCKS) skinny_kernel(const Ski
           Traits<T>::narrow(n % p.block_size == 0 ? 0.0F : sum);
     } else {
       if (p.bias != nullptr) sum += Traits<T>::widen(p.bias[column]);
-      p.y[static_cast<int64_t>(n) * p.n + column] = Traits<T>::narrow(sum);
+      const int64_t out = static_cast<int64_t>(n) * p.n + column;
+      p.y[out] = Traits<T>::narrow(sum);
+      p.d[out] = Traits<T>::narrow(0.0F);
     }
   }
   if (p.shrink_blocks == 0) return;
@@ -272,12 +274,11 @@ __global__ void __launch_bounds__(WARPS * kWarp, BLOCKS) skinny_kernel(const Ski
 
 template <typename T>
 struct Expand {
-  const T* base;
   const T* h;
   const T* b;
-  T* y;
-  int rows, n, rank, end0, end1, block_size, slices_rank, tiles;
-  int64_t base_stride, h_stride;
+  T* d;
+  int rows, n, rank, end0, end1, block_size, tiles;
+  int64_t h_stride;
 };
 
 // One warp: 32 columns; B's values for them stay in registers over `tiles` tiles of 16 rows.
@@ -299,23 +300,9 @@ __global__ void __launch_bounds__(kExpandWarps * kWarp) expand_kernel(const Expa
       bv[j][k] = __ldg(reinterpret_cast<const uint4*>(p.b + row * p.rank + k * 32 + 8 * t));
     }
   }
-  const int64_t at = column + 8 * t;
-  // A tile's values of the base are asked for a tile ahead: nothing waits for memory in between.
-  const auto load_base = [&](int tile, uint4 (&v)[2]) {
-    const int row = (blockIdx.y * p.tiles + tile) * 16 + g;
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int n = min(row + 8 * side, p.rows - 1);
-      v[side] = *reinterpret_cast<const uint4*>(p.base + n * p.base_stride + at);
-    }
-  };
-  uint4 next[2];
-  load_base(0, next);
   for (int tile = 0; tile < p.tiles; ++tile) {
     const int row = (blockIdx.y * p.tiles + tile) * 16;
     if (row >= p.rows) return;
-    const uint4 now[2] = {next[0], next[1]};
-    if (tile + 1 < p.tiles) load_base(tile + 1, next);
     float c[4][4] = {};
     const int upper = min(row + g, p.rows - 1), lower = min(row + g + 8, p.rows - 1);
     const T* hu = p.h + upper * p.h_stride + slice * p.rank + 8 * t;
@@ -335,14 +322,13 @@ __global__ void __launch_bounds__(kExpandWarps * kWarp) expand_kernel(const Expa
         uint4 all;
         T each[8];
       } v;
-      v.all = now[side];
-      if (n % p.block_size != 0) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          v.each[e] = Traits<T>::narrow(Traits<T>::widen(v.each[e]) + c[e / 2][2 * side + e % 2]);
-        }
+      for (int e = 0; e < 8; ++e) {
+        // A selection, not a product: a seed row's h may hold NaN.
+        v.each[e] =
+            Traits<T>::narrow(n % p.block_size == 0 ? 0.0F : c[e / 2][2 * side + e % 2]);
       }
-      *reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(n) * p.n + at) = v.all;
+      *reinterpret_cast<uint4*>(p.d + static_cast<int64_t>(n) * p.n + column + 8 * t) = v.all;
     }
   }
 }
@@ -381,8 +367,8 @@ void pick_skinny(const Skinny<T>& p, cudaStream_t stream) {
 
 template <typename T>
 void skinny(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& a, const Tensor& b,
-            int64_t end0, int64_t end1, int64_t block_size, const Tensor& sync, const Tensor& h,
-            const Tensor& y) {
+            int64_t end0, int64_t end1, int64_t block_size, const Tensor& sync, const Tensor& d,
+            const Tensor& h, const Tensor& y) {
   Skinny<T> p{};
   p.x = static_cast<const T*>(x.const_data_ptr());
   p.w = static_cast<const T*>(w.const_data_ptr());
@@ -391,6 +377,7 @@ void skinny(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& 
   p.b = static_cast<const T*>(b.const_data_ptr());
   p.h = static_cast<T*>(h.mutable_data_ptr());
   p.y = static_cast<T*>(y.mutable_data_ptr());
+  p.d = static_cast<T*>(d.mutable_data_ptr());
   p.sync = static_cast<int*>(sync.mutable_data_ptr());
   p.rows = static_cast<int>(x.size(0));
   p.k = static_cast<int>(x.size(1));
@@ -407,46 +394,40 @@ void skinny(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& 
 // Arguments are checked by vllm_uno/lora_kernels.py, which picks the shapes that these kernels take.
 Tensor uno_linear_skinny(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& a,
                          const Tensor& b, int64_t end0, int64_t end1, int64_t block_size,
-                         const Tensor& sync) {
+                         const Tensor& sync, const Tensor& d) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Tensor h = torch::stable::new_empty(x, {x.size(0), a.size(0)});
   Tensor y = torch::stable::new_empty(x, {x.size(0), w.size(0)});
   if (x.size(0) == 0) return y;
   if (x.scalar_type() == ScalarType::BFloat16) {
-    skinny<__nv_bfloat16>(x, w, bias, a, b, end0, end1, block_size, sync, h, y);
+    skinny<__nv_bfloat16>(x, w, bias, a, b, end0, end1, block_size, sync, d, h, y);
   } else {
-    skinny<__half>(x, w, bias, a, b, end0, end1, block_size, sync, h, y);
+    skinny<__half>(x, w, bias, a, b, end0, end1, block_size, sync, d, h, y);
   }
   return y;
 }
 
 template <typename T>
-void expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, int64_t end1,
-            int64_t block_size, const Tensor& y) {
+void expand(const Tensor& d, const Tensor& h, const Tensor& b, int64_t end0, int64_t end1,
+            int64_t block_size) {
   Expand<T> p{};
-  p.base = static_cast<const T*>(base.const_data_ptr());
   p.h = static_cast<const T*>(h.const_data_ptr());
   p.b = static_cast<const T*>(b.const_data_ptr());
-  p.y = static_cast<T*>(y.mutable_data_ptr());
-  p.rows = static_cast<int>(base.size(0));
-  p.n = static_cast<int>(base.size(1));
+  p.d = static_cast<T*>(d.mutable_data_ptr());
+  p.rows = static_cast<int>(d.size(0));
+  p.n = static_cast<int>(d.size(1));
   p.rank = static_cast<int>(b.size(1));
   p.end0 = static_cast<int>(end0);
   p.end1 = static_cast<int>(end1);
   p.block_size = static_cast<int>(block_size);
-  p.slices_rank = static_cast<int>(h.size(1));
-  p.base_stride = base.stride(0);
   p.h_stride = h.stride(0);
   const int row_tiles = (p.rows + 15) / 16, groups = (p.n + 32 * kExpandWarps - 1) / (32 * kExpandWarps);
   // Enough blocks for three on each of 132 multiprocessors, and B read as seldom as that allows.
   const int splits = std::min(row_tiles, (396 + groups - 1) / groups);
   p.tiles = (row_tiles + splits - 1) / splits;
   const dim3 grid(groups, (row_tiles + p.tiles - 1) / p.tiles);
-  const cudaStream_t stream = current_stream(base);
+  const cudaStream_t stream = current_stream(d);
   switch (p.rank) {
-    case 32:
-      expand_kernel<T, 1><<<grid, kExpandWarps * kWarp, 0, stream>>>(p);
-      break;
     case 64:
       expand_kernel<T, 2><<<grid, kExpandWarps * kWarp, 0, stream>>>(p);
       break;
@@ -459,29 +440,16 @@ void expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, 
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void expand_into(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, int64_t end1,
-                 int64_t block_size, const Tensor& y) {
-  const torch::stable::accelerator::DeviceGuard guard(base.get_device_index());
-  if (base.size(0) == 0) return;
-  if (base.scalar_type() == ScalarType::BFloat16) {
-    expand<__nv_bfloat16>(base, h, b, end0, end1, block_size, y);
+Tensor lora_expand_into(const Tensor& d, const Tensor& h, const Tensor& b, int64_t end0,
+                        int64_t end1, int64_t block_size) {
+  const torch::stable::accelerator::DeviceGuard guard(d.get_device_index());
+  if (d.size(0) == 0) return d;
+  if (d.scalar_type() == ScalarType::BFloat16) {
+    expand<__nv_bfloat16>(d, h, b, end0, end1, block_size);
   } else {
-    expand<__half>(base, h, b, end0, end1, block_size, y);
+    expand<__half>(d, h, b, end0, end1, block_size);
   }
-}
-
-Tensor lora_expand(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0, int64_t end1,
-                   int64_t block_size) {
-  Tensor y = torch::stable::new_empty(base, {base.size(0), base.size(1)});
-  expand_into(base, h, b, end0, end1, block_size, y);
-  return y;
-}
-
-// In place: each value is read and written by one thread.
-Tensor lora_expand_inplace(const Tensor& base, const Tensor& h, const Tensor& b, int64_t end0,
-                           int64_t end1, int64_t block_size) {
-  expand_into(base, h, b, end0, end1, block_size, base);
-  return base;
+  return d;
 }
 
 }  // namespace
@@ -489,6 +457,5 @@ Tensor lora_expand_inplace(const Tensor& base, const Tensor& h, const Tensor& b,
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_uno, CUDA, m) {
   m.impl("uno_linear_skinny", TORCH_BOX(&vllm_uno::uno_linear_skinny));
-  m.impl("lora_expand", TORCH_BOX(&vllm_uno::lora_expand));
-  m.impl("lora_expand_", TORCH_BOX(&vllm_uno::lora_expand_inplace));
+  m.impl("lora_expand_", TORCH_BOX(&vllm_uno::lora_expand_into));
 }

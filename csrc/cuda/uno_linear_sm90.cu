@@ -1,4 +1,5 @@
-// Linear layers of the draft pass with their row-gated LoRA on Hopper GPUs, for up to 64 rows.
+// Linear layers of the draft pass with their row-gated LoRA on Hopper GPUs, for up to 64 rows. Both
+// at once; d, where the ways for more rows leave the LoRA apart, is filled with zeros.
 //
 //     y[n] = x[n] W^T + bias + gate(n) h[n] B^T,   h[n] = x[n] A^T,   gate(n) = n % block_size != 0
 //
@@ -63,6 +64,7 @@ struct Stream {
   CUtensorMap x, a, h, b[kSlices];
   void* hidden;
   void* y;
+  void* d;  // of y's shape
   const void* bias;  // or null
   float* partial;  // [groups of A, parts, warpgroups, x_rows, 8]
   // [0]: groups of A that are written; [1]: blocks that have seen all; [2 + group]: sums of it that
@@ -503,10 +505,12 @@ __device__ void multiply(const Stream& p, const Share& s, Ring ring, uint8_t* sh
   }
   sync_consumers();
   T* const y = static_cast<T*>(p.y) + s.first_row;
+  T* const d = static_cast<T*>(p.d) + s.first_row;
   for (int at = threadIdx.x; at < p.rows * s.groups; at += kConsumers) {
     const int n = at / s.groups, m = at % s.groups * kGroup;
-    *reinterpret_cast<uint4*>(y + static_cast<int64_t>(n) * p.n + m) =
-        *reinterpret_cast<const uint4*>(out + n * kPitch + m);
+    const int64_t to = static_cast<int64_t>(n) * p.n + m;
+    *reinterpret_cast<uint4*>(y + to) = *reinterpret_cast<const uint4*>(out + n * kPitch + m);
+    *reinterpret_cast<uint4*>(d + to) = uint4{};
   }
 }
 
@@ -690,7 +694,7 @@ void share_units(Stream& p, int blocks) {
 // Arguments are checked by vllm_uno/lora_kernels.py, which picks the shapes that this takes.
 Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& a,
                        const Tensor& b, int64_t end0, int64_t end1, int64_t block_size,
-                       const Tensor& sync) {
+                       const Tensor& sync, const Tensor& d) {
   const int index = x.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(index);
   Tensor h = torch::stable::new_empty(x, {x.size(0), a.size(0)});
@@ -738,6 +742,7 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
   }
   p.hidden = h.mutable_data_ptr();
   p.y = y.mutable_data_ptr();
+  p.d = d.mutable_data_ptr();
   p.bias = bias.numel() > 0 ? bias.const_data_ptr() : nullptr;
   p.sync = static_cast<int*>(sync.mutable_data_ptr());
   void* stream = nullptr;

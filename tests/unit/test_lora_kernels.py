@@ -18,7 +18,7 @@ from vllm_uno.lora_kernels import (
     STREAM_ROWS,
     KernelLora,
     kernel_lora,
-    lora_add_reference,
+    lora_delta_reference,
     sync_words,
     uno_linear_reference,
 )
@@ -70,10 +70,11 @@ def test_layout_means_what_the_adapter_does(
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 64, generator=gen).bfloat16()
     base = torch.randn(rows, sum(widths), generator=gen).bfloat16()
-    got = lora_add_reference(base, x, kernel.a, kernel.b, kernel.end0, kernel.end1, block)
+    delta = lora_delta_reference(x, kernel.a, kernel.b, kernel.end0, kernel.end1, block)
+    got = base + delta
     want = add_lora(base, x, lora.a, list(lora.b), lora.out_slices, lora.rank_slices, block)
     torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
-    assert torch.equal(got[::block], base[::block])
+    assert not delta[::block].any()
 
 
 @pytest.mark.parametrize(
@@ -109,8 +110,10 @@ def test_operators_trace_with_any_number_of_rows() -> None:
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         ends = (kernel.end0, kernel.end1)
-        y = torch.ops.vllm_uno.uno_linear(x * 2, weight, None, kernel.a, kernel.b, *ends, 4, sync)
-        return torch.ops.vllm_uno.lora_add(y, x, kernel.a, kernel.b, *ends, 4) + 1
+        y, d = torch.ops.vllm_uno.uno_linear(
+            x * 2, weight, None, kernel.a, kernel.b, *ends, 4, sync
+        )
+        return y + d + torch.ops.vllm_uno.lora_delta(x, kernel.a, kernel.b, *ends, 4) + 1
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -125,7 +128,7 @@ def test_operators_pass_opcheck() -> None:
         torch.ops.vllm_uno.uno_linear.default,
         (x, weight, torch.randn(96).bfloat16(), *rest, sync_words(kernel.a)),
     )
-    torch.library.opcheck(torch.ops.vllm_uno.lora_add.default, (x @ weight.t(), x, *rest))
+    torch.library.opcheck(torch.ops.vllm_uno.lora_delta.default, (x, *rest))
 
 
 # On a GPU.
@@ -145,7 +148,7 @@ gpu_cases = st.fixed_dictionaries(
         "block": st.integers(1, 17),
         "dtype": st.sampled_from([torch.bfloat16, torch.float16]),
         "bias": st.booleans(),
-        "op": st.sampled_from(["uno_linear", "uno_linear_skinny", "uno_linear_sm90", "lora_add"]),
+        "op": st.sampled_from(["uno_linear", "uno_linear_skinny", "uno_linear_sm90", "lora_delta"]),
     }
 )
 QKV = {
@@ -166,6 +169,33 @@ def poison() -> None:
     del blocks
 
 
+def run(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    end0: int,
+    end1: int,
+    block: int,
+    sync: torch.Tensor,
+) -> torch.Tensor:
+    """The layer's output by one of the operators, summed in fp32."""
+    rest = (a, b, end0, end1, block)
+    operator = getattr(torch.ops.vllm_uno, op)
+    if op == "uno_linear":
+        y, d = operator(x, weight, bias, *rest, sync)
+    elif op == "lora_delta":
+        y, d = torch.nn.functional.linear(x, weight, bias), operator(x, *rest)
+    else:
+        d = torch.full_like(x[:, :1].expand(-1, len(weight)), float("nan")).contiguous()
+        no_bias = x.new_empty(0) if bias is None else bias
+        y = operator(x, weight, no_bias, *rest, sync, d)
+        assert not d.any()
+    return y.float() + d.float()
+
+
 MOST_ROWS = {"uno_linear_skinny": SKINNY_MAX_ROWS, "uno_linear_sm90": STREAM_MAX_ROWS}
 
 
@@ -178,26 +208,17 @@ def check(found: dict[str, Any]) -> None:
     bias = torch.randn(sum(widths)).to(x) if found["bias"] else None
     ends, block = (kernel.end0, kernel.end1), found["block"]
     sync = sync_words(a)
-    exact = uno_linear_reference(
+    base, delta = uno_linear_reference(
         *(t.double() for t in (x, weight)),
         None if bias is None else bias.double(),
         *(t.double() for t in (a, b)),
         *ends,
         block,
-    ).float()
+    )
+    exact = (base + delta).float()
     for _ in range(2):
         poison()
-        op = getattr(torch.ops.vllm_uno, found["op"])
-        if found["op"] == "uno_linear":
-            got = op(x, weight, bias, a, b, *ends, block, sync)
-        elif found["op"] != "lora_add":
-            no_bias = x.new_empty(0) if bias is None else bias
-            got = op(x, weight, no_bias, a, b, *ends, block, sync)
-        else:
-            base = torch.nn.functional.linear(x, weight, bias)
-            kept = base.clone()
-            got = op(base, x, a, b, *ends, block)
-            assert torch.equal(base, kept)
+        got = run(found["op"], x, weight, bias, a, b, *ends, block, sync)
         scale = exact.abs().amax(1, keepdim=True).clamp(min=1)
         assert float(((got.float() - exact) / scale).abs().max()) < 2e-2
     assert not sync.any()
@@ -235,8 +256,8 @@ def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
     op = torch.ops.vllm_uno.uno_linear
 
     def layers() -> torch.Tensor:
-        first, again = (op(x, *qkv, syncs[0]) for _ in range(2))
-        return op((first + again)[:, :4096].contiguous(), *o, syncs[1])
+        first, again = (sum(op(x, *qkv, syncs[0])) for _ in range(2))
+        return sum(op((first + again)[:, :4096].contiguous(), *o, syncs[1]))
 
     want = layers()
     torch.cuda.synchronize()
@@ -255,16 +276,15 @@ def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
 
 @pytest.mark.gpu
 @needs_cuda_kernel
-@pytest.mark.parametrize("op", ["uno_linear_skinny", "uno_linear_sm90", "uno_linear"])
+@pytest.mark.parametrize("op", ["uno_linear_skinny", "uno_linear_sm90", "uno_linear", "lora_delta"])
 @pytest.mark.parametrize("rows", [8, 16, 30])
 def test_numbers_of_a_seed_row_stay_in_it(op: str, rows: int) -> None:
     x, weight, k = case(rows, [4096, 1024, 1024], [128] * 3, 4096, torch.bfloat16)
     x, weight, a, b = (t.cuda() for t in (x, weight, k.a, k.b))
-    no_bias = None if op == "uno_linear" else x.new_empty(0)
-    rest = (no_bias, a, b, k.end0, k.end1, 8, sync_words(a))
-    want = getattr(torch.ops.vllm_uno, op)(x, weight, *rest)
+    rest = (None, a, b, k.end0, k.end1, 8, sync_words(a))
+    want = run(op, x, weight, *rest)
     x[::8] = float("nan")
-    got = getattr(torch.ops.vllm_uno, op)(x, weight, *rest)
+    got = run(op, x, weight, *rest)
     noise = torch.arange(rows) % 8 != 0
     assert torch.equal(got[noise], want[noise]) and bool(got[~noise].isnan().all())
 
