@@ -716,6 +716,9 @@ Tensor uno_linear_sm90(const Tensor& x, const Tensor& w, const Tensor& bias, con
   p.a_groups = static_cast<int>(a.size(0)) / kGroup;
   // No more units than blocks, where that goes: the end of each takes its block some 2 us.
   p.parts = std::clamp(blocks / p.a_groups, 1, kParts);
+#ifdef UNO_TUNE
+  if (getenv("UNO_PARTS")) p.parts = atoi(getenv("UNO_PARTS"));
+#endif
   while (p.k / kChunk % p.parts != 0) --p.parts;
   share_units(p, blocks);
   Tensor partial = torch::stable::new_empty(
