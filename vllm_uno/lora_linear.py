@@ -144,14 +144,15 @@ class UnoLinearMethod(LinearMethodBase):
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.calls is not None:
             self.calls += 1
+        if x.dim() > 2:  # the Transformers backend: [1, N, in]
+            return self._apply(layer, x.flatten(0, -2), bias).view(*x.shape[:-1], -1)
+        return self._apply(layer, x, bias)
+
+    def _apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.ends is not None:
-            rows = x.flatten(0, -2).contiguous()
-            return self._apply_kernels(layer, rows, bias).view(*x.shape[:-1], -1)
+            return self._apply_kernels(layer, x.contiguous(), bias)
         out = self.base.apply(self.target, x, bias)
         b = [getattr(layer, f"uno_b{i}") for i in range(len(self.out_slices))]
-        if x.dim() > 2:  # the Transformers backend: [1, N, in]
-            flat = self._add(layer, out.flatten(0, -2), x.flatten(0, -2), b)
-            return flat.view(out.shape)
         return self._add(layer, out, x, b)
 
     def _apply_kernels(
