@@ -176,10 +176,20 @@ def _tree_problems(vllm_config: VllmConfig) -> list[str]:
     if vllm_config.speculative_config.uno_mode != "tree":
         return []
     linear = "leave it out, or set uno_mode to 'linear'"
+    problems = []
     model = vllm_config.model_config
     if model is not None and model.return_sampling_mask:
-        return [f"return_sampling_mask with uno_mode 'tree': a tree's rows have none; {linear}"]
-    return []
+        problems.append(
+            f"return_sampling_mask with uno_mode 'tree': a tree's rows have none; {linear}"
+        )
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT:
+        problems.append(
+            "VLLM_BATCH_INVARIANT with uno_mode 'tree': tree attention divides its work by the "
+            "number of requests; unset it, or set uno_mode to 'linear'"
+        )
+    return problems
 
 
 def _other_problems(vllm_config: VllmConfig) -> list[str]:

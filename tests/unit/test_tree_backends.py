@@ -216,6 +216,14 @@ def test_stock_path_outside_verify_passes(
     assert_close(out, expected)
 
 
+def test_another_engines_trees_do_not_matter(config: VllmConfig, tree: state.TreeState) -> None:
+    """A second engine of the process installs its own state after this one was built."""
+    layer = Layer(next(iter(BACKENDS.values())), config)
+    state.install(state.TreeState.allocate(6, NODES, DEVICE))
+    _, out, expected = layer.run(tree, [(40, 6, 1), (7, 6, 3)])
+    assert_close(out, expected)
+
+
 def test_a_wrong_tree_shows(config: VllmConfig, tree: state.TreeState) -> None:
     """The comparison above can fail: one bit of one node."""
     layer = Layer(BACKENDS["triton"], config)

@@ -131,6 +131,14 @@ def test_sampling_masks_of_trees(config):
     assert "return_sampling_mask" in message and "set uno_mode to 'linear'" in message
 
 
+def test_batch_invariance_with_trees(config, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    validate(config)
+    change(config, "speculative_config.uno_mode", "tree")
+    message = refusal(config)
+    assert "VLLM_BATCH_INVARIANT" in message and "set uno_mode to 'linear'" in message
+
+
 def test_rows_of_a_tree_s_draft(config):
     change(config, "speculative_config.uno_mode", "tree")
     change(config, "speculative_config.uno_block_size", 9)

@@ -230,7 +230,7 @@ def _split_kernel(
 ):
     split = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)  # its offset may not fit 32 bits
     request = tl.program_id(2)
 
     start = tl.load(query_start_loc_ptr + request)
@@ -393,8 +393,10 @@ def tree_attention_triton(
     group = heads // kv_heads
     dim_pad = triton.next_power_of_2(dim)
     wide = query.dtype == torch.float32 or dim_pad > 128
-    block_m = min(32 if wide else 64, max(16, triton.next_power_of_2(batch.max_rows * group)))
-    tiles = triton.cdiv(batch.max_rows * group, block_m)
+    # By the largest tree, not by this batch's: each value is a variant to compile.
+    most = (batch.ancestors.shape[1] + 1) * group
+    block_m = min(32 if wide else 64, max(16, triton.next_power_of_2(most)))
+    tiles = triton.cdiv(most, block_m)
     if num_splits is None:
         num_splits = default_splits(tiles * kv_heads * num_reqs, query.device)
     final = num_splits == 1
@@ -512,7 +514,7 @@ def _add_nodes_kernel(
     NODE_BLOCK: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)  # its offset may not fit 32 bits
     request = tl.program_id(2)
 
     start = tl.load(query_start_loc_ptr + request)

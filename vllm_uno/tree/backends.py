@@ -167,6 +167,8 @@ class _TreeBuilder:
             "reference sliding window attention": config.model_config.rswa_window is not None,
         }
         _refuse([what for what, found in unsupported.items() if found])
+        # This engine's: another one of the same process may install its own later.
+        self._tree = tree_state.installed()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -181,7 +183,7 @@ class _TreeBuilder:
         fast_build: bool = False,
     ) -> Any:
         common = common_attn_metadata
-        tree = tree_state.installed()
+        tree = self._tree
         if tree is None or not tree.active:
             return super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         if common.causal is not True:

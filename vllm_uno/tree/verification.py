@@ -13,7 +13,7 @@ tokens; both are ours here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,10 @@ def _compaction(
             layers.append(found[name])
             groups.append(number)
     on_cpu = current_platform.is_cpu()
-    caches = None if on_cpu else KVCaches.of([layer.kv_cache for layer in layers], groups)
+    caches = None
+    if not on_cpu:
+        # Not held here: those made to profile graphs must be free when the real ones are made.
+        caches = replace(KVCaches.of([layer.kv_cache for layer in layers], groups), kept=())
 
     def compact(batch: InputBatch, num_sampled: torch.Tensor) -> None:
         # A request with drafts has no other rows than those of its tree, so its first row is its
@@ -170,6 +173,9 @@ class TreeSampler:
         memory: the trees, and where paths are written.
         config: the UnoSpeculativeConfig.
     """
+
+    # Read by vLLM's warm-up, of whatever verifies.
+    enable_adaptive_verification = False
 
     def __init__(self, sampler: Sampler, memory: TreeMemory, config: Any) -> None:
         self.sampler = sampler
@@ -248,7 +254,10 @@ class TreeSampler:
     def _chunks(
         self, batch: InputBatch, logits: torch.Tensor
     ) -> Iterator[tuple[int, int, int, int]]:
-        """(first request, past the last, first row, past the last), 1 GiB of fp32 logits each."""
+        """(first request, past the last, first row, past the last), 1 GiB of fp32 logits each.
+
+        Cut at every fourth request: what begins at another address is another variant of a kernel.
+        """
         starts = batch.cu_num_logits_np
         limit = get_max_chunk_logits(logits.shape[1])
         start = 0
@@ -256,6 +265,8 @@ class TreeSampler:
             stop = start + 1
             while stop < batch.num_reqs and starts[stop + 1] - starts[start] <= limit:
                 stop += 1
+            if stop < batch.num_reqs and stop - start > 4:
+                stop -= (stop - start) % 4
             yield start, stop, int(starts[start]), int(starts[stop])
             start = stop
 
