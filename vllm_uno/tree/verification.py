@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -48,6 +49,8 @@ from vllm_uno.vllm_hooks.runner_api import (
     get_num_sampled_and_rejected,
     resolve_model_state_cls,
 )
+
+logger = init_logger("vllm.uno")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def verify_trees(target: nn.Module, vllm_config: VllmConfig, memory: TreeMemory)
     KV of the paths just walked: (batch, num_sampled int32 [n]) -> None.
     """
     base: type[ModelState] = resolve_model_state_cls(vllm_config, target)
+    num_nodes = memory.attention.num_nodes
 
     class UnoTreeModelState(WatchedModelState, base):
         uno_sampler: Sampler
@@ -97,9 +101,15 @@ def verify_trees(target: nn.Module, vllm_config: VllmConfig, memory: TreeMemory)
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
-            memory.needs_path[req_index] = needs_path(
-                new_req_data.sampling_params, self.uno_sampler
-            )
+            chained = needs_path(new_req_data.sampling_params, self.uno_sampler)
+            memory.needs_path[req_index] = chained
+            if chained:
+                # A model's generation_config.json may set a penalty for every request.
+                logger.info_once(
+                    "UNO: requests with penalties, bad words, a grammar, a thinking budget or "
+                    "custom logits processors are verified as chains of %d tokens, not as trees",
+                    num_nodes,
+                )
 
         def initialize_kv_cache(
             self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
