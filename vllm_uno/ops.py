@@ -36,13 +36,6 @@ def _load() -> str | None:
 
 
 _ERROR = _load()
-# Device types whose kernels the library holds; a CPU-only build runs beside a CUDA torch too.
-_DEVICES: frozenset[str] = frozenset(
-    device
-    for device, key in (("cpu", "CPU"), ("cuda", "CUDA"))
-    if _ERROR is None
-    and torch._C._dispatch_has_kernel_for_dispatch_key("vllm_uno::lora_shrink", key)
-)
 
 
 def extension_available() -> bool:
@@ -113,8 +106,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, block_size: int) -> torch.Tens
     Raises:
         RuntimeError: shapes, dtypes, devices, strides or `block_size` are not as above.
     """
-    # Here and not only in C++: seen on an H200, a check that fails in the CUDA build crashes.
     _check(x, a, block_size)
-    if x.device.type in _DEVICES:
+    if extension_available() and x.device.type == "cpu":
         return torch.ops.vllm_uno.lora_shrink(x, a, block_size)
     return lora_shrink_reference(x, a, block_size)

@@ -9,4 +9,4 @@ SECONDS=0
 VLLM_UNO_BUILD_EXT=1 python3 -m pip install -q --no-deps --no-build-isolation --target "$work/site" "$work/source"
 echo "built and installed in $SECONDS s"
 cd /
-PYTHONPATH=$work/site:${PYTHONPATH:-} python3 -m pytest -q -p no:cacheprovider -m gpu "$work/source/tests/unit/test_ops.py"
+PYTHONPATH=$work/site:${PYTHONPATH:-} python3 -m pytest -q -p no:cacheprovider -m gpu "$work/source/tests/unit/test_lora_kernels.py"

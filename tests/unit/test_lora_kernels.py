@@ -25,7 +25,9 @@ from vllm_uno.lora_kernels import (
 from vllm_uno.lora_linear import add_lora
 
 needs_cuda_kernel = pytest.mark.skipif(
-    not torch.cuda.is_available() or "cuda" not in ops._DEVICES,
+    not torch.cuda.is_available()
+    or not ops.extension_available()
+    or not torch._C._dispatch_has_kernel_for_dispatch_key("vllm_uno::lora_expand_", "CUDA"),
     reason="needs a CUDA device and an extension built with its CUDA sources",
 )
 
