@@ -166,7 +166,7 @@ def test_bundled_sh_tells_of_failures(
         env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == expected, done.stdout + done.stderr
     assert f"== fixed: exit {status}" in done.stdout
