@@ -26,16 +26,20 @@ and including the refused offset. So one of the drawn walks, cut there, moves th
 the q that it is tested with. The noise left in q lowers tau a little (min(1, .) is concave), and
 its part that neighbouring offsets share raises it by the order of 1/samples. With the generator, p
 comes from counts of the walks, each walk itself among them: rare walks get too high a p, which
-lowers tau. Tokens behind the end of an answer do not count, so its last cycle is a short one.
+lowers tau. Tokens behind the end of an answer do not count, nor does the cycle in which it ends, as
+in `vllm-uno eval-adapter` and in the engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm_uno.bundled import bundled_model
@@ -133,7 +137,7 @@ def bound(
             accepted, emitted = cycle(source(answer, block + 1), block, end, rng)
             cycles.append(accepted)
             answer = answer + emitted
-        per_problem.append(cycles)
+        per_problem.append(cycles[:-1])
     sums = [(sum(1 + sum(c) for c in cycles), len(cycles)) for cycles in per_problem]
     taus = []
     for _ in range(2000):
@@ -220,6 +224,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512, help="continuations per text, >= 128")
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="F.json", help="the figures by block size")
     args = parser.parse_args()
     if args.model is None:
         args.model = str(bundled_model())
@@ -244,6 +249,7 @@ def main() -> None:
         rng = random.Random(args.seed)
         questions = [write(content, rng).question for content in chosen]
         sources = [model_source(q, model, tokenizer, args.samples) for q in questions]
+    found = {}
     for block in args.blocks:
         result = bound(sources, block, end, args.seed)
         chances = " ".join(f"{p:.2f}" for p in result.accepted)
@@ -252,6 +258,9 @@ def main() -> None:
             f"{result.cycles} cycles of {args.problems} problems\n  accepted at least k: {chances}",
             flush=True,
         )
+        found[block] = dataclasses.asdict(result)
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

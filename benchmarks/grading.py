@@ -34,12 +34,13 @@ _SENTENCE_END = re.compile(r"\.?\s*\n|\.\s|\.?\s*$")  # the point of 3.5 is none
 _MARKUP = re.compile(r"^(?:\*\*|\$|\\\()|(?:\*\*|(?<!\\)\$|\\\))$")
 
 
-def is_correct(text: str, answer: str) -> bool:
+def is_correct(text: str, answer: str, *, integers: bool = False) -> bool:
     """Whether the final answer of `text` equals `answer`.
 
     Args:
         text: what the model wrote, its thinking included.
         answer: the right answer: an integer or LaTeX, without \\boxed{}.
+        integers: the answer must be written as an integer; math-verify is not asked.
 
     False for a text without an answer, one that cannot be read, and a comparison that takes longer
     than `LIMIT_S`; raises nothing. May be called from any thread.
@@ -54,9 +55,19 @@ def is_correct(text: str, answer: str) -> bool:
     if stated == answer.strip():
         return True
     ours, gold = read_integer(stated), read_integer(answer)
-    if ours is not None and gold is not None:
-        return ours == gold
+    if integers or (ours is not None and gold is not None):
+        return ours is not None and ours == gold
     return _symbolic.same(answer, stated)
+
+
+def start() -> None:
+    """Start math-verify where it does not run yet: some seconds.
+
+    Raises:
+        RuntimeError: it does not run; says how to install it.
+
+    """
+    _symbolic.start()
 
 
 def final_answer(text: str) -> str | None:
@@ -94,7 +105,7 @@ def _until_closed(text: str, start: int) -> str | None:
 
 
 class _Symbolic:
-    """math-verify in a process of its own, started with the first comparison."""
+    """math-verify in a process of its own, started with the first comparison at the latest."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
@@ -102,8 +113,7 @@ class _Symbolic:
 
     def same(self, answer: str, stated: str) -> bool:
         with self.lock:
-            if self.process is None:
-                self._start()
+            self._start()
             assert self.process is not None and self.process.stdin is not None
             try:
                 self.process.stdin.write(json.dumps([answer, stated]) + "\n")
@@ -115,7 +125,13 @@ class _Symbolic:
                 self.stop()
             return bool(reply)
 
+    def start(self) -> None:
+        with self.lock:
+            self._start()
+
     def _start(self) -> None:
+        if self.process is not None:
+            return
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -5,7 +5,8 @@
 
 For each of plain and UNO: starts vLLM's server, runs `lm_eval --model local-completions` on it
 (the task is lm_eval_tasks/uno_bundled; chat template and tokenizer come from the model's folder),
-stops the server. Needs pip install '.[eval]' from the repository's folder, and no network.
+stops the server. Prints the figures and writes lm_eval.json. Needs pip install '.[eval]' from the
+repository's folder, and no network.
 
 lm-eval's own `vllm` backend, without a server, works with vLLM's CUDA build only: it asks for a
 distribution named vllm, which the CPU build is not. There it is
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name == "uno":
                 drafts = counter(url, "vllm:spec_decode_num_drafts_total")
                 accepted = counter(url, "vllm:spec_decode_num_accepted_tokens_total")
+    (args.out / "lm_eval.json").write_text(json.dumps(found, indent=1) + "\n")
     for name, value in found.items():
         print(f"{name:6} exact_match {value['exact_match,stated']:.4f}"
               f" +- {value['exact_match_stderr,stated']:.4f}")  # fmt: skip

@@ -5,9 +5,12 @@
         --block-size 8 --concurrency 16 --max-tokens 2048 --thinking off --out results/gsm8k-B8
 
 `prepare` writes {"id", "problem", "answer"} a line; `run` takes any such file. Problems whose id
-does not begin with "bundled/" are asked for a \\boxed{} answer. `run` may be broken off and called
-again: it goes on where it was (see runner.py for the files). Its speeds are those of the last call
-that had something to do.
+does not begin with "bundled/" are asked for a \\boxed{} answer and graded by math-verify
+(pip install '.[eval]'). `run` may be broken off and called again: it goes on where it was
+(see runner.py for the files), and its speeds are of all calls together.
+
+`--tree-top-k` K or `--nodes` V turns tree mode on. tau, TPF and acceptance leave out the last two
+cycles of each request, which matters where answers take less than some 20 cycles (runner.figures).
 """
 
 from __future__ import annotations
@@ -94,8 +97,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run_.add_argument("--out", type=Path, required=True, metavar="DIR")
     run_.add_argument("--adapter", help="UNO adapter (default: the one UNO finds)")
     run_.add_argument("--block-size", type=int, help="B (default: UNO's)")
-    run_.add_argument("--tree-top-k", type=int, help="not built yet")
-    run_.add_argument("--nodes", type=int, help="not built yet")
+    run_.add_argument("--tree-top-k", type=int, help="K, candidates per position of a tree")
+    run_.add_argument("--nodes", type=int, help="V, nodes of a tree")
     run_.add_argument(
         "--concurrency", type=int, default=16, help="requests at a time (default: %(default)s)"
     )
@@ -121,22 +124,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     only.add_argument("--plain-only", action="store_true", help="without UNO")
     only.add_argument("--no-plain", action="store_true", help="UNO alone, compared with nothing")
     args = parser.parse_args(argv)
-    if args.command == "run":
-        if args.tree_top_k is not None or args.nodes is not None:
-            run_.error(
-                "tree mode is not built yet: leave out --tree-top-k and --nodes (linear drafts "
-                "are set by --block-size)"
-            )
-        if args.concurrency < 1:
-            run_.error("--concurrency must be at least 1")
+    if args.command == "run" and args.concurrency < 1:
+        run_.error("--concurrency must be at least 1")
     return args
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Run what is left to run; the report by "plain" and "uno", with "ratio" where both are there.
 
-    The report is also written to report.json. Where nothing was left to run it is that of the
-    earlier call, speeds included.
+    The report is also written to report.json.
     """
     sampling = Sampling(
         max_tokens=args.max_tokens,
@@ -156,7 +152,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_plain:
         setups["plain"] = plain
     if not args.plain_only:
-        config = uno_config(args.adapter, args.block_size)
+        config = uno_config(args.adapter, args.block_size, args.tree_top_k, args.nodes)
         setups["uno"] = dataclasses.replace(plain, uno=config)
     problems = read_problems(args.problems)
     jobs = {name: Job(args.out / f"{name}.jsonl", problems, sampling) for name in setups}
@@ -164,19 +160,16 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         check(setup, jobs[name])  # before an engine has worked for nothing
 
     outcomes = {name: run(setup, [jobs[name]], name)[0] for name, setup in setups.items()}
-    file = args.out / "report.json"
-    if file.exists() and not any(outcome.rates.requests for outcome in outcomes.values()):
-        earlier: dict[str, Any] = json.loads(file.read_text())
-        if earlier.keys() - {"ratio"} == outcomes.keys():
-            return earlier
     report: dict[str, Any] = {name: figures(outcome) for name, outcome in outcomes.items()}
+    if "uno" in report:
+        report["uno"]["speculative_config"] = setups["uno"].uno
     if len(report) == 2:
         report["ratio"] = {
             key: report["uno"][key] / report["plain"][key]
             for key in ("tokens_per_s", "tokens_per_s_per_request")
             if report["uno"][key] and report["plain"][key]
         }
-    file.write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
@@ -205,7 +198,10 @@ def print_report(report: dict[str, Any]) -> None:
             print(f"UNO / plain, {label}: {report['ratio'][key]:.3f}")
     if "uno" in report:
         shares = " ".join(show(a) for a in report["uno"]["acceptance"] or [])
-        print(f"acceptance by position: {shares or '-'}")
+        tree = report["uno"]["speculative_config"].get("uno_mode") == "tree"
+        where = "depth of the tree" if tree else "position"
+        print(f"cycles that accepted a draft, by {where}: {shares or '-'}")
+        print("(tau, TPF and these leave out the last two cycles of each request)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,8 @@ Everything is asked greedily and at temperature 1. The second plain run, an engi
 the floor: what it differs by from the first, plain vLLM differs by from itself. Greedy outputs are
 compared token by token, sampled ones (other seeds) by the problems that only one run solves: the
 difference of accuracy, its 95 % interval, and McNemar's exact p-value. Writes quality.json and
-quality.png, and may be broken off and called again.
+quality.png, and may be broken off and called again. Needs pip install ".[eval]": matplotlib,
+and math-verify for problems that are not the bundled model's.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ def print_report(report: dict[str, Any]) -> None:
             if modes[mode]["acceptance"] is not None:
                 shares = " ".join(show(a) for a in modes[mode]["acceptance"])
                 print(f"acceptance by position, {name}: {shares}")
+    print("\ntau, TPF and acceptance leave out the last two cycles of each request")
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
@@ -231,6 +233,14 @@ def plot(report: dict[str, Any], file: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    try:
+        import matplotlib  # noqa: F401 -- here, and not when all has been measured
+    except ImportError:
+        print(
+            'error: the plot needs matplotlib: pip install ".[eval]" brings it',
+            file=sys.stderr,
+        )
+        return 2
     try:
         report = measure(args)
     except UsageError as error:

@@ -12,10 +12,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import grading
 import math_eval
 import quality
 import runner
 from runner import Job, Outcome, Problem, Sampling, Setup, UsageError, figures, run
+
+from vllm_uno.config import mode_of, sizes_of
 
 PROBLEMS = [Problem(f"bundled/{n}", f"What is {n}?", str(n)) for n in range(20)]
 PLAIN = Setup(model="none", concurrency=1)  # 8 requests a batch
@@ -24,11 +27,17 @@ SAMPLING = Sampling(max_tokens=50)
 
 
 class FakeEngine:
-    """Answers even numbers rightly with 11 tokens in a second; drafts 2 cycles a request."""
+    """Answers even numbers rightly with 11 tokens in a second; drafts 2 cycles a request.
 
-    def __init__(self, breaks_at: int | None = None) -> None:
+    `breaks_at`: the number at which the user presses Control-C. `wrong`: a further one that it
+    answers wrongly. `nodes`: verified a cycle at the second position.
+    """
+
+    def __init__(
+        self, breaks_at: int | None = None, wrong: int | None = None, nodes: int = 1
+    ) -> None:
         self.asked: list[str] = []
-        self.breaks_at = breaks_at
+        self.breaks_at, self.wrong, self.nodes = breaks_at, wrong, nodes
         self.cycles = 0
 
     def chat(self, chats: Sequence[Any], params: Sequence[Any], **_: Any) -> list[Any]:
@@ -41,9 +50,10 @@ class FakeEngine:
             if number == self.breaks_at:
                 raise KeyboardInterrupt
             self.asked.append(f"bundled/{number}")
+            right = number % 2 == 0 and number != self.wrong
             answer = SimpleNamespace(
-                text=f"The answer is {number if number % 2 == 0 else -1}.",
-                token_ids=list(range(11)),
+                text=f"The answer is {number if right else -1}.",
+                token_ids=[*range(10), number if right else -1],
                 finish_reason="stop",
             )
             times = SimpleNamespace(first_token_ts=1.0, last_token_ts=2.0)
@@ -61,7 +71,7 @@ class FakeEngine:
             {
                 "cycles": cycles,
                 "emitted": 5 * cycles,
-                "proposed": [cycles, cycles],
+                "proposed": [cycles, self.nodes * cycles],
                 "accepted": [cycles, cycles // 2],
             }
         ]
@@ -69,12 +79,12 @@ class FakeEngine:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """start(engine): the next engine that runs; without one, starting an engine is an error."""
+    """start(engine): the engine that runs when those before it have; more are an error."""
     waiting: list[FakeEngine] = []
 
     @contextmanager
     def start_engine(setup: Setup, name: str) -> Iterator[FakeEngine]:
-        yield waiting.pop()
+        yield waiting.pop(0)
 
     monkeypatch.setattr(runner, "start_engine", start_engine)
 
@@ -101,15 +111,30 @@ def test_goes_on_after_a_break(start: Any, tmp_path: Path) -> None:
     assert found["accuracy"] == 0.5
     assert found["cycles"] == 40
     assert (found["tau"], found["tpf"], found["acceptance"]) == (5.0, 2.5, [1.0, 0.5])
-    # Speeds: the second call's alone.
-    assert found["this_call"]["requests"] == 12
-    assert found["this_call"]["tokens"] == 12 * 11
+    # Speeds: of the eight and the twelve.
+    assert (found["work"]["requests"], found["work"]["tokens"]) == (20, 20 * 11)
     assert found["tokens_per_s_per_request"] == 10
+    seconds = [
+        json.loads(line)["rates"]["seconds"] for line in job.file.read_text().split("\n")[1:-1]
+    ]
+    assert len(seconds) == 3 and min(seconds) > 0
+    assert found["tokens_per_s"] == pytest.approx(20 * 11 / sum(seconds))
 
     (again,) = run(UNO, [job], "uno")  # starts no engine
     assert again.results == outcome.results
-    found = figures(again)
-    assert (found["tau"], found["tokens_per_s"], found["this_call"]["requests"]) == (5.0, None, 0)
+    assert figures(again) == found
+
+
+def test_a_start_that_failed_leaves_no_settings(start: Any, tmp_path: Path) -> None:
+    job = Job(tmp_path / "uno.jsonl", PROBLEMS, SAMPLING)
+    mistyped = Setup(model="none", concurrency=1, uno={"method": "uno", "uno_lora_path": "adaptr"})
+    with pytest.raises(IndexError):
+        run(mistyped, [job], "uno")  # no engine
+    start(FakeEngine())
+    runner.check(UNO, job)
+    run(UNO, [job], "uno")
+    with pytest.raises(UsageError, match=r"uno: \{'method': 'uno'\} there"):
+        runner.check(mistyped, job)
 
 
 def test_other_settings_are_refused_by_name(start: Any, tmp_path: Path) -> None:
@@ -159,6 +184,21 @@ def test_bundled_problems_are_asked_as_they_are() -> None:
     assert "\\boxed{}" in runner.prompt(Problem("gsm8k/1", "What is 1?", "1"))
 
 
+def test_math_verify_is_missed_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any
+) -> None:
+    grading._symbolic.stop()
+    monkeypatch.setattr(grading, "__file__", str(tmp_path / "none.py"))
+    job = Job(tmp_path / "plain.jsonl", [Problem("math500/0", "?", "\\frac12")], SAMPLING)
+    with pytest.raises(UsageError, match=r"pip install math-verify.*vllm-uno\[eval\]"):
+        run(PLAIN, [job], "plain")
+    # The bundled problems do without it, whatever is answered.
+    start(FakeEngine())
+    monkeypatch.setattr(runner, "_generate", lambda *_: [said("The answer is a few.")])
+    (outcome,) = run(PLAIN, [Job(tmp_path / "bundled.jsonl", PROBLEMS[:1], SAMPLING)], "plain")
+    assert figures(outcome)["accuracy"] == 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -190,10 +230,6 @@ def test_prepare_and_refusals(
     assert "there is no file" in capsys.readouterr().err
     assert math_eval.main([*common, str(file), "--samples-per-problem", "2"]) == 2
     assert "--temperature" in capsys.readouterr().err
-    for option in ("--tree-top-k", "--nodes"):
-        with pytest.raises(SystemExit):
-            math_eval.main([*common, str(file), option, "4"])
-        assert "tree mode is not built yet" in capsys.readouterr().err
 
     datasets = pytest.importorskip("datasets", reason='needs pip install ".[eval]"')
 
@@ -208,6 +244,56 @@ def test_prepare_and_refusals(
     rows = [{"question": "Six times seven?", "answer": "6 * 7 = 42\n#### 42"}] * 2
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     assert math_eval.prepare("gsm8k", 1) == [Problem("gsm8k/0", "Six times seven?", "42")]
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "sizes"),
+    [
+        ([], {}, (8, 1, 8)),
+        (["--block-size", "4"], {"num_speculative_tokens": 4}, (4, 1, 4)),
+        (["--nodes", "24"], {"uno_mode": "tree", "num_speculative_tokens": 24}, (16, 32, 24)),
+        (["--tree-top-k", "1"], {"uno_mode": "tree", "uno_tree_top_k": 1}, (16, 1, 32)),
+        (
+            ["--tree-top-k", "4", "--nodes", "6", "--block-size", "2"],
+            {
+                "uno_mode": "tree",
+                "uno_block_size": 2,
+                "uno_tree_top_k": 4,
+                "num_speculative_tokens": 6,
+            },
+            (2, 4, 6),
+        ),
+    ],
+)
+def test_sizes_of_drafts(
+    options: list[str],
+    config: dict[str, Any],
+    sizes: tuple[int, int, int],
+    tmp_path: Path,
+    start: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is asked for, what UNO makes of it (B, K, V), and what the report says."""
+    runner.write_problems(tmp_path / "problems.jsonl", PROBLEMS)
+    command = ["run", "--model", "none", "--problems", str(tmp_path / "problems.jsonl")]
+    command += ["--out", str(tmp_path / "out"), "--concurrency", "1", "--no-plain", *options]
+    tree = config.get("uno_mode") == "tree"
+    start(FakeEngine(nodes=3 if tree else 1))
+    assert math_eval.main(command) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())["uno"]
+    assert report["speculative_config"] == {"method": "uno", **config}
+    assert (mode_of(report["speculative_config"]) == "tree") == tree
+    assert sizes_of(report["speculative_config"]) == sizes
+    # Of the cycles, not of the nodes.
+    assert report["acceptance"] == [1.0, 0.5]
+    where = "depth of the tree" if tree else "position"
+    assert f"accepted a draft, by {where}: 1.000 0.500" in capsys.readouterr().out
+
+
+def said(text: str) -> Any:
+    answer = SimpleNamespace(text=text, token_ids=[1, 2], finish_reason="stop")
+    times = SimpleNamespace(first_token_ts=1.0, last_token_ts=2.0)
+    return SimpleNamespace(outputs=[answer], metrics=times)
 
 
 def outcome(correct: Sequence[bool], digests: Sequence[str]) -> Outcome:
@@ -246,8 +332,51 @@ def test_the_seeds_of_quality_differ(tmp_path: Path) -> None:
     assert len(files) == 8
 
 
+def test_quality_of_three_engines(
+    tmp_path: Path, start: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain, plain again and one that answers one problem of twenty wrongly."""
+    runner.write_problems(tmp_path / "problems.jsonl", PROBLEMS)
+    command = ["--out", str(tmp_path / "q"), "--model", "none", "--concurrency", "1"]
+    args = quality.parse_args([*command, "--problems", str(tmp_path / "problems.jsonl")])
+    engines = [start(FakeEngine()), start(FakeEngine()), start(FakeEngine(wrong=4))]
+    report = quality.measure(args)
+    # Greedily and at temperature 1.
+    assert all(engine.asked == 2 * [p.id for p in PROBLEMS] for engine in engines)
+    assert list(report) == ["plain", "plain again", "UNO B=8"]
+    json.dumps(report, allow_nan=False)
+    for mode in quality.MODES:
+        again, uno = report["plain again"][mode], report["UNO B=8"][mode]
+        assert report["plain"][mode]["accuracy"] == again["accuracy"] == 0.5
+        assert (again["lost"], again["won"], again["mcnemar_p"]) == (0, 0, 1.0)
+        assert (uno["accuracy"], uno["lost"], uno["won"]) == (0.45, 1, 0)
+        assert uno["difference"] == pytest.approx(-0.05)
+        assert (report["plain"][mode]["tau"], uno["tau"], uno["acceptance"]) == (None, 5, [1, 0.5])
+    assert report["plain again"]["greedy"]["identical"] == 1.0
+    assert report["UNO B=8"]["greedy"]["identical"] == 0.95
+
+    capsys.readouterr()
+    quality.print_report(report)
+    printed = capsys.readouterr().out
+    greedy, sampled = printed.split("sampled (temperature 1)")
+    for part, identical in ((greedy, "0.9500"), (sampled, "-")):
+        (row,) = (line.split() for line in part.splitlines() if line.startswith("UNO B=8"))
+        assert row[2:4] == ["0.4500", "-0.0500"]
+        assert row[-4:] == ["1.000", identical, "5.000", "2.500"]
+        assert "acceptance by position, UNO B=8: 1.000 0.500" in part
+
+
+def test_matplotlib_is_missed_before_an_engine_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(quality, "measure", lambda _: pytest.fail("an engine starts"))
+    assert quality.main(["--out", str(tmp_path)]) == 2
+    assert 'pip install ".[eval]"' in capsys.readouterr().err
+
+
 def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason='needs pip install ".[bench]"')
+    pytest.importorskip("matplotlib", reason='needs pip install ".[eval]"')
     plain = {"accuracy": 0.5, "accuracy_error": 0.1, "acceptance": None, "tau": None}
     uno = {"accuracy": 0.5, "accuracy_error": None, "acceptance": [1.0, None], "tau": 2.0}
     report = {

@@ -280,7 +280,8 @@ def test_bound_without_chance_and_at_the_end(drafting_bound: ModuleType) -> None
         return drafting_bound.Draws([text[len(answer) : len(answer) + length]] * 8)
 
     result = drafting_bound.bound([source], 4, END)
-    # The prefill emits the first token, one cycle the next 5, another one the end token alone.
-    assert (result.cycles, result.tau) == (2, 3.0)
-    assert result.accepted == [0.5] * 4
-    assert result.low == result.high == 3.0
+    # The prefill emits the first token, one cycle the next 5; the last, of the end token alone,
+    # does not count.
+    assert (result.cycles, result.tau) == (1, 5.0)
+    assert result.accepted == [1.0] * 4
+    assert result.low == result.high == 5.0
