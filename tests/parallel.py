@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,16 @@ def drafts_of_ranks(
     return [[record.ids for record in rank] for rank in llm.collective_rpc(take_records)]
 
 
+def sampled(count: int) -> list[SamplingParams]:
+    """With a seed of their own and, every other, without: then the engine makes one up."""
+    return [
+        SamplingParams(
+            temperature=1.0, max_tokens=20, ignore_eos=True, seed=None if i % 2 else 7 + i
+        )
+        for i in range(count)
+    ]
+
+
 def worker_pid(worker: Any) -> int:
     """For `collective_rpc`."""
     return os.getpid()
@@ -81,3 +92,15 @@ def processes(name: str) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def check_draft_example(out: str) -> None:
+    """What examples/ray_tp.py prints with the bundled model, which drafts well."""
+    answers = re.findall(
+        r"^(?:'.*'|\".*\") -> (?:'.+'|\".+\") \((\d+) tokens\)$", out, re.MULTILINE
+    )
+    assert len(answers) == 3, out
+    found = re.search(r"^([\d.]+) tokens per cycle; accepted by position: ([\d. ]+)$", out, re.M)
+    assert found, out
+    accepted = [float(share) for share in found[2].split()]
+    assert float(found[1]) > 3 and len(accepted) == 8 and accepted[0] == 1.0, out
