@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import gc
+import itertools
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
+import pytest
 import torch
 from probes import start_recording, take_records
+from serving import ask_all, client, random_request, serve, serve_client
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -104,3 +111,98 @@ def check_draft_example(out: str) -> None:
     assert found, out
     accepted = [float(share) for share in found[2].split()]
     assert float(found[1]) > 3 and len(accepted) == 8 and accepted[0] == 1.0, out
+
+
+def kill_while_generating(
+    llm: LLM, pid: int, prompts: Sequence[Sequence[int]]
+) -> BaseException | None:
+    """The error that ends `generate` when a worker is killed under it."""
+    ends: list[BaseException] = []
+    started = threading.Event()
+    step = llm.llm_engine.step
+
+    def watched() -> Any:
+        outputs = step()
+        started.set()
+        return outputs
+
+    llm.llm_engine.step = watched  # type: ignore[method-assign]
+
+    def generate() -> None:
+        try:
+            tokens(llm, prompts, SamplingParams(max_tokens=300, ignore_eos=True))
+        except BaseException as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    assert started.wait(120)
+    psutil.Process(pid).kill()
+    thread.join(120)
+    assert not thread.is_alive(), "generate hangs"
+    return ends[0] if ends else None
+
+
+def check_killed_worker(folder: Path) -> None:
+    """A worker dies while its server streams: the client gets an error, and all ends by itself."""
+    with serve(folder, {"num_speculative_tokens": 4}, "--tensor-parallel-size", "2") as url:
+        ranks = processes("VLLM::Worker")
+        assert len(ranks) == 2
+        # The engine and the API server.
+        above = itertools.takewhile(lambda p: p.pid != os.getpid(), ranks[0].parents())
+        everyone = [*ranks, *above]
+        assert len(everyone) == 4
+        with pytest.raises(openai.APIError):
+            asyncio.run(stream_and_kill(url))
+        _, alive = psutil.wait_procs(everyone, timeout=120)
+        assert not alive
+    log = (folder / "server.log").read_text()
+    assert re.search(r"Worker proc .* died unexpectedly", log)
+    assert "EngineDeadError" in log or "EngineCore encountered" in log
+
+
+async def stream_and_kill(url: str) -> None:
+    """Kill a worker after the first token of a long answer, and read on."""
+    async with client(url) as to:
+        stream = await to.completions.create(
+            model="bundled",
+            prompt="Tom has",
+            max_tokens=200,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        killed = False
+        async for _ in stream:
+            if not killed:
+                processes("VLLM::Worker_TP1")[0].kill()
+                killed = True
+
+
+def check_data_parallel(plain_folder: Path, uno_folder: Path) -> None:
+    """A server of two engines answers as a plain one does; both draft, and both are counted."""
+    requests = [
+        dataclasses.replace(random_request(seed, greedy=True), leave_after=None, patience=None)
+        for seed in range(500, 516)
+    ]
+    with serve(plain_folder) as url:
+        plain = asyncio.run(ask_all(url, requests, 8))
+    options = ("--data-parallel-size", "2")
+    uno = {"num_speculative_tokens": 4}
+    with serve(uno_folder, uno, *options) as url:
+        replies = asyncio.run(ask_all(url, requests, 8))
+        cycles = by_engine(url, "vllm_uno:cycles_total")
+        first = by_engine(url, "vllm_uno:accepted_tokens_total", 'position="0"')
+    assert [r.tokens for r in replies] == [r.tokens for r in plain]
+    assert set(cycles) == {"0", "1"} and min(cycles.values()) > 0
+    assert first == cycles  # greedy: row 0 is always right
+
+
+def by_engine(url: str, name: str, label: str = "") -> dict[str, float]:
+    """A counter of each engine."""
+    with serve_client.LOCAL.open(f"{url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return {
+        re.search(r'engine="(\d+)"', line)[1]: float(line.split()[-1])  # type: ignore[index]
+        for line in lines
+        if line.startswith(f"{name}{{") and label in line
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from parallel import check_draft_example, drafts_of_ranks, sampled, tokens, worker_pid, workers
+from parallel import (
+    check_draft_example,
+    drafts_of_ranks,
+    kill_while_generating,
+    sampled,
+    tokens,
+    worker_pid,
+    workers,
+)
 from prompts import make_prompts
 from vllm import SamplingParams
 
@@ -69,36 +76,8 @@ def test_greedy_noise_switches_and_a_killed_worker(
         one, other = drafts_of_ranks(llm, PROMPTS, sampled(len(PROMPTS)))
         assert len(one) == len(other) > 4
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-        end = kill_while_generating(llm, pids[1])
+        end = kill_while_generating(llm, pids[1], PROMPTS)
     assert isinstance(end, RuntimeError), end
-
-
-def kill_while_generating(llm: Any, pid: int) -> BaseException | None:
-    """The error that ends `generate` when a worker is killed under it."""
-    ends: list[BaseException] = []
-    started = threading.Event()
-    step = llm.llm_engine.step
-
-    def watched() -> Any:
-        outputs = step()
-        started.set()
-        return outputs
-
-    llm.llm_engine.step = watched
-
-    def generate() -> None:
-        try:
-            tokens(llm, PROMPTS, SamplingParams(max_tokens=300, ignore_eos=True))
-        except BaseException as error:
-            ends.append(error)
-
-    thread = threading.Thread(target=generate, daemon=True)
-    thread.start()
-    assert started.wait(120)
-    psutil.Process(pid).kill()
-    thread.join(120)
-    assert not thread.is_alive(), "generate hangs"
-    return ends[0] if ends else None
 
 
 def test_ray_tp_example() -> None:
