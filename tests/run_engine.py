@@ -194,8 +194,12 @@ def greedy(llm: Any, result: dict[str, Any], users: list[Any] | None = None) -> 
     ]
     if users is not None:
         bare = llm.generate(prompts[: len(users)], params, use_tqdm=False)
-        result["users_differ"] = [
-            list(o.outputs[0].token_ids) != tokens
+        # Leading tokens that a request has in common with the base model's answer.
+        result["users_agree"] = [
+            next(
+                (i for i, token in enumerate(o.outputs[0].token_ids) if token != tokens[i]),
+                len(tokens),
+            )
             for o, tokens in zip(bare, result["tokens"], strict=False)
         ]
     # 1 ... 64 requests at a time: every decode batch size meets its graph.

@@ -83,11 +83,11 @@ def _wrappers(work: Path) -> tuple[bool, str]:
     """vLLM wrapped the target's layers and its logits processor; none is left in the view."""
     found = load(work, "users-uno")
     target, view = found["wrappers"]["target"], found["wrappers"]["view"]
-    differ = found["users_differ"]
+    agree = found["users_agree"]
     good = "LogitsProcessorWithLoRA" in target and len(target) > 2 and view == []
     # Base, first, second user: the batch did have three models.
-    good = good and differ[1:] == [True, True]
-    return good, f"target {target}, view {view}; answers differ from the base model's: {differ}"
+    good = good and max(agree[1:]) <= 8 and agree[0] > max(agree[1:])
+    return good, f"target {target}, view {view}; tokens in common with the base model's: {agree}"
 
 
 def _refused(work: Path) -> tuple[bool, str]:

@@ -137,7 +137,9 @@ def random_params(rng: random.Random) -> Any:
     ):
         if rng.random() < 0.12:
             kind[name] = rng.choice(values)
-    if rng.random() < 0.05 and not kind.keys() & {"allowed_token_ids", "bad_words", "logit_bias"}:
+    # Not where others forbid, or stop at, what a grammar needs: vLLM ends such a request in error.
+    others = {"allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids"}
+    if rng.random() < 0.05 and not kind.keys() & others:
         kind["structured_outputs"] = StructuredOutputsParams(**rng.choice(GRAMMARS))
         kind.pop("ignore_eos", None)
     return SamplingParams(**kind)
