@@ -175,11 +175,22 @@ def _tree_problems(vllm_config: VllmConfig) -> list[str]:
     assert vllm_config.speculative_config is not None
     if vllm_config.speculative_config.uno_mode != "tree":
         return []
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
     linear = "leave it out, or set uno_mode to 'linear'"
+    problems = []
     model = vllm_config.model_config
     if model is not None and model.return_sampling_mask:
-        return [f"return_sampling_mask with uno_mode 'tree': a tree's rows have none; {linear}"]
-    return []
+        problems.append(
+            f"return_sampling_mask with uno_mode 'tree': a tree's rows have none; {linear}"
+        )
+    kind = vllm_config.cache_config.cache_dtype
+    if is_quantized_kv_cache(kind):
+        problems.append(
+            f"kv_cache_dtype={kind} with uno_mode 'tree': tree attention reads no quantised KV "
+            f"cache; {linear}"
+        )
+    return problems
 
 
 def _other_problems(vllm_config: VllmConfig) -> list[str]:

@@ -91,7 +91,7 @@ def _wrappers(work: Path) -> tuple[bool, str]:
 
 
 def _refused(work: Path) -> tuple[bool, str]:
-    reason = "an fp8 or otherwise quantised KV cache"
+    reason = "kv_cache_dtype=fp8 with uno_mode 'tree'"
     log = (work / "kv8-tree.log").read_text()
     line = next((text for text in log.splitlines() if reason in text), "not refused")
     return reason in log and not (work / "kv8-tree.json").exists(), line[-300:]
