@@ -47,6 +47,10 @@ def workers(
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+        if backend == "ray":
+            import ray
+
+            ray.shutdown()  # or the next engine would wait for this one's place
         gc.collect()
         cleanup_dist_env_and_memory()
 

@@ -27,8 +27,11 @@ CHECKS = (
 )
 
 
-def verdict(work: Path, check: str) -> tuple[bool, str]:
-    """Whether `check` holds, and the figures."""
+def verdict(work: Path, check: str) -> tuple[bool | None, str]:
+    """Whether `check` holds, and the figures; None where stock vLLM itself did not run."""
+    kind = check.removeprefix("greedy-")
+    if kind in KINDS and not (work / f"{kind}-plain.json").exists():
+        return None, f"plain vLLM gave no result: see {work / f'{kind}-plain.log'}"
     try:
         if check == "users-exact":
             return _exact(work)
@@ -43,7 +46,7 @@ def verdict(work: Path, check: str) -> tuple[bool, str]:
         if check == "soak":
             line = (work / "soak.out").read_text().strip()
             return line.endswith(": good"), line
-        return _default(work, check.removeprefix("greedy-"))
+        return _default(work, kind)
     except FileNotFoundError as missing:
         return False, f"no result: {missing.filename}"
 
@@ -61,12 +64,15 @@ def _exact(work: Path) -> tuple[bool, str]:
     """In batch-invariant mode every request's tokens are plain's, as plain's own are."""
     plain = "users-invariant-plain"
     floor, found = (parity(work, plain, f"users-invariant-{o}") for o in ("plain2", "uno"))
-    good = floor.equal == floor.requests == found.equal == 64 and found.distinct >= 0.5
+    good = floor.equal == floor.requests == found.equal == found.requests
     return good, f"plain again {floor}; uno {found}"
 
 
 def _default(work: Path, kind: str) -> tuple[bool, str]:
-    """No more requests part from plain than stock's, or all at near ties; row 0 is accepted."""
+    """No more requests part from plain than stock's, or all at near ties; row 0 is accepted.
+
+    (Not under users' adapters: row 0 is the base model's.)
+    """
     found = parity(work, f"{kind}-plain", f"{kind}-uno")
     others = [o for o in ("plain2", "ngram") if (work / f"{kind}-{o}.json").exists()]
     floors = [parity(work, f"{kind}-plain", f"{kind}-{o}") for o in others]
@@ -74,7 +80,7 @@ def _default(work: Path, kind: str) -> tuple[bool, str]:
     row_zero = stats["accepted"][0] / stats["proposed"][0]
     tied = found.widest_gap <= NEAR_TIE
     no_more = bool(floors) and found.equal >= min(floor.equal for floor in floors)
-    good = (tied or no_more) and row_zero >= ROW_ZERO and found.distinct >= 0.4
+    good = (tied or no_more) and (row_zero >= ROW_ZERO or kind == "users")
     shown = "; ".join(f"{o} {f}" for o, f in zip(others, floors, strict=True))
     return good, f"{shown}; uno {found}, row 0 accepted {row_zero:.4f}"
 
@@ -117,8 +123,9 @@ def main() -> int:
     good = True
     for check in CHECKS:
         holds, figures = verdict(work, check)
-        good &= holds
-        print(f"{'good' if holds else 'BAD '} {check}: {figures}")
+        good &= holds is True
+        word = {True: "good", False: "BAD ", None: "none"}[holds]
+        print(f"{word} {check}: {figures}")
     return 0 if good else 1
 
 

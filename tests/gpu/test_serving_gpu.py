@@ -56,6 +56,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("check", CHECKS)
 def test_one_gpu(work: Path, check: str) -> None:
     good, figures = verdict(work, check)
+    if good is None:
+        pytest.skip(figures)
     assert good, figures
 
 
