@@ -32,11 +32,15 @@ for method in plain ngram uno; do
   engine "online-compiled-$method" --method $method --quantised online &
 done
 wait
-# Quantised targets and KV caches: eager, for they start in a moment.
+# Quantised targets, then KV caches: eager, for they start in a moment. No more than twelve at a
+# time: each takes some GB of the host's memory.
 for method in plain ngram uno; do
   for kind in online fp8 awq gptq; do
     engine "$kind-$method" --method $method --quantised $kind --eager &
   done
+done
+wait
+for method in plain ngram uno; do
   engine "kv8-$method" --method $method --kv-cache-dtype fp8 --eager &
   engine "kv8-triton-$method" --method $method --kv-cache-dtype fp8 --eager \
     --backend TRITON_ATTN &
