@@ -62,7 +62,7 @@ def test_bad(work: Path) -> None:
     wrappers = {"target": ["A", "B", "LogitsProcessorWithLoRA"], "view": ["A"]}
     write(work, "users-uno", wrappers=wrappers, users_agree=[128, 0, 1])
     assert verdict(work, "users-wrappers")[0] is False
-    for fault in ({"tau": 4.0}, {"adapter": {"layer.uno_a": 1.0}}, {"tokens": TOKENS[::-1]}):
+    for fault in ({"tau": 4.0}, {"adapter": {"layer.uno_a": 1.0}}, {"tokens": [[0], [0]]}):
         phases = {"before": SLEEP, "level 1": SLEEP, "level 2": {**SLEEP, **fault}}
         write(work, "sleep", sleep=phases)
         assert verdict(work, "sleep")[0] is False
