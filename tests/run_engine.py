@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from probes import draft_block_size, start_recording, take_records
+from quantised_models import quantise
 
 VOCAB = 2048
 TOKENS = 128
@@ -41,6 +42,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bundled", action="store_true", help="the bundled model and adapter")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument(
+        "--user-loras", action="store_true", help="two users' adapters in the batch"
+    )
+    parser.add_argument("--quantised", choices=("online", "fp8", "awq", "gptq"), default=None)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--tree", action="store_true", help="tree mode")
+    parser.add_argument("--sleep", action="store_true", help="sleep and wake, levels 1 and 2")
     parser.add_argument("--draft-vocab", action="store_true", help="draft with every third token")
     parser.add_argument("--cache", default=None, help="VLLM_CACHE_ROOT")
     parser.add_argument("--oracle", action="store_true", help="draft logits against PEFT")
@@ -70,8 +78,15 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
         }
         if args.draft_vocab:
             file = args.work / f"{args.name}-vocab.json"
-            file.write_text(json.dumps(list(range(0, VOCAB, 3))))
+            size = json.loads((model / "config.json").read_text())["vocab_size"]
+            file.write_text(json.dumps(list(range(0, size, 3))))
             settings["speculative_config"]["uno_draft_vocab"] = str(file)
+        if args.tree:
+            settings["speculative_config"] |= {
+                "num_speculative_tokens": 2 * args.block_size,
+                "uno_block_size": args.block_size,
+                "uno_tree_top_k": 4,
+            }
     elif args.method == "ngram":
         settings["speculative_config"] = {
             "method": "ngram_gpu",
@@ -81,8 +96,17 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
         }
     if args.tensor_parallel > 1:
         settings["tensor_parallel_size"] = args.tensor_parallel
-    if args.enable_lora:
-        settings["enable_lora"] = True
+    if args.enable_lora or args.user_loras:
+        settings |= {"enable_lora": True, "max_loras": 2}
+    if args.sleep:
+        settings["enable_sleep_mode"] = True
+    if args.kv_cache_dtype != "auto":
+        settings["kv_cache_dtype"] = args.kv_cache_dtype
+    served = model
+    if args.quantised == "online":
+        settings["quantization"] = "fp8"
+    elif args.quantised is not None:
+        served = quantise(model, args.work / f"q-{args.name}", args.quantised)
     if args.max_num_seqs:
         settings["max_num_seqs"] = args.max_num_seqs
     if args.backend:
@@ -91,11 +115,12 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
 
     began = time.perf_counter()
     llm = LLM(
-        str(model),
+        str(served),
         dtype=args.dtype,
         max_model_len=1024,
         enforce_eager=args.eager,
-        kv_cache_memory_bytes=1 << 30,
+        # vLLM wants more memory free after sleep than before, whatever others take meanwhile.
+        kv_cache_memory_bytes=(16 if args.sleep else 1) << 30,
         gpu_memory_utilization=0.05,  # only checked against what is free
         block_size=args.kv_block_size,
         seed=0,
@@ -147,14 +172,16 @@ def forbid_syncs(speculator: Any) -> None:
     speculator.propose = guarded
 
 
-def greedy(llm: Any, result: dict[str, Any]) -> None:
+def greedy(llm: Any, result: dict[str, Any], users: list[Any] | None = None) -> None:
+    """64 prompts; with `users` (LoRARequests or None) each for one of them in turn."""
     from prompts import make_gpu_prompts
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
     prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)]
+    asked = None if users is None else [users[i % len(users)] for i in range(len(prompts))]
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=asked)
     result["seconds"] = time.perf_counter() - began
     result["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
     result["gaps"] = [
@@ -165,10 +192,81 @@ def greedy(llm: Any, result: dict[str, Any]) -> None:
         ]
         for o in outputs
     ]
+    if users is not None:
+        bare = llm.generate(prompts[: len(users)], params, use_tqdm=False)
+        # Leading tokens that a request has in common with the base model's answer.
+        result["users_agree"] = [
+            next(
+                (i for i, token in enumerate(o.outputs[0].token_ids) if token != tokens[i]),
+                len(tokens),
+            )
+            for o, tokens in zip(bare, result["tokens"], strict=False)
+        ]
     # 1 ... 64 requests at a time: every decode batch size meets its graph.
     short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     for n in (1, 2, 3, 5, 7, 9, 17, 30, 33, 48, 57, 64):
         llm.generate(prompts[:n], short, use_tqdm=False)
+
+
+def user_loras(work: Path, name: str, model: Path) -> list[Any]:
+    """No adapter, and two that move the model's output well."""
+    from vllm.lora.request import LoRARequest
+
+    from vllm_uno.tiny_model import write_random_adapter
+
+    folders = [
+        write_random_adapter(work / f"user-{name}-{i}", model, seed=100 + i, strength=0.5)
+        for i in (1, 2)
+    ]
+    return [None, *(LoRARequest(f"user-{i}", i, str(f)) for i, f in enumerate(folders, start=1))]
+
+
+def wrappers(module: Any) -> list[str]:
+    """Kinds of vLLM's LoRA wrappers in a model."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    return sorted({type(m).__name__ for m in module.modules() if isinstance(m, BaseLayerWithLoRA)})
+
+
+def adapter_sums(view: Any) -> dict[str, float]:
+    """Of every buffer of UNO's in the draft view, the sum of its elements' magnitudes."""
+    return {
+        name: float(buffer.double().abs().sum())
+        for name, buffer in view.named_buffers()
+        if name.rpartition(".")[2].startswith("uno_")
+    }
+
+
+def sleep_and_wake(llm: Any, speculator: Any, result: dict[str, Any]) -> None:
+    """Tokens, acceptance and adapter before sleep and after each level's."""
+    from vllm import SamplingParams
+
+    from vllm_uno.bundled import as_chat, problems
+
+    texts = [as_chat(problem.question) for problem in problems.generate("test", 32)]
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+
+    def answer() -> dict[str, Any]:
+        speculator.counters.reset()
+        outputs = llm.generate(texts, params, use_tqdm=False)
+        stats = speculator.counters.snapshot()
+        return {
+            "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+            "tau": stats.tokens_per_cycle,
+            "acceptance": stats.acceptance,
+            "adapter": adapter_sums(speculator.model),
+        }
+
+    result["sleep"] = {"before": answer()}
+    llm.sleep(level=1)
+    llm.wake_up()
+    result["sleep"]["level 1"] = answer()
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
+    llm.reset_prefix_cache()
+    result["sleep"]["level 2"] = answer()
 
 
 def verify_kernels(runner: Any, num_reqs: int = 8) -> list[str]:
@@ -297,17 +395,25 @@ def main() -> None:
         oracle(llm, model, adapter, result)
     elif args.sampled:
         sampled(llm, runner, result)
+    elif args.sleep:
+        sleep_and_wake(llm, runner.speculator, result)
+    elif args.user_loras:
+        greedy(llm, result, user_loras(args.work, args.name, model))
+        result["wrappers"] = {"target": wrappers(runner.model)}
+        if args.method == "uno":
+            result["wrappers"]["view"] = wrappers(runner.speculator.model)
     else:
         greedy(llm, result)
     result["graphs"] = dict(counts)
-    if counts.get("verify FULL") and not args.oracle and not args.sampled:
+    plain_run = not (args.oracle or args.sampled or args.sleep or args.user_loras)
+    if counts.get("verify FULL") and plain_run:
         result["verify_kernels"] = verify_kernels(runner)
     if args.method == "uno":
         from vllm_uno.inspect_engine import draft_stats
 
         result["stats"] = draft_stats(llm).__dict__
     (args.work / f"{args.name}.json").write_text(json.dumps(result))
-    shown = {k: v for k, v in result.items() if k not in ("tokens", "gaps")}
+    shown = {k: v for k, v in result.items() if k not in ("tokens", "gaps", "sleep")}
     print(f"{args.name}: {json.dumps(shown)}", flush=True)
     llm.llm_engine.engine_core.shutdown()
 

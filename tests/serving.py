@@ -39,12 +39,12 @@ REGEX = r"[A-Z][a-z]{2,5} has [0-9]{1,3} left\."
 
 
 @contextmanager
-def serve(folder: Path, uno: dict[str, Any] | None = None) -> Iterator[str]:
-    """The URL of a server of the bundled model."""
+def serve(folder: Path, uno: dict[str, Any] | None = None, *more: str) -> Iterator[str]:
+    """The URL of a server of the bundled model, started with `more` options."""
     # The engine lives in a process of its own, as it does for users.
     left_out = ("VLLM_ENABLE_V1_MULTIPROCESSING",)
     environment = {k: v for k, v in os.environ.items() if k not in left_out}
-    options = [*OPTIONS, *TOOLS]
+    options = [*OPTIONS, *TOOLS, *more]
     if uno is not None:
         options += ["--speculative-config", json.dumps({"method": "uno", **uno})]
     log = folder / "server.log"

@@ -175,6 +175,9 @@ def _tree_problems(vllm_config: VllmConfig) -> list[str]:
     assert vllm_config.speculative_config is not None
     if vllm_config.speculative_config.uno_mode != "tree":
         return []
+    from vllm import envs
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
     linear = "leave it out, or set uno_mode to 'linear'"
     problems = []
     model = vllm_config.model_config
@@ -182,12 +185,16 @@ def _tree_problems(vllm_config: VllmConfig) -> list[str]:
         problems.append(
             f"return_sampling_mask with uno_mode 'tree': a tree's rows have none; {linear}"
         )
-    from vllm import envs
-
     if envs.VLLM_BATCH_INVARIANT:
         problems.append(
             "VLLM_BATCH_INVARIANT with uno_mode 'tree': tree attention divides its work by the "
             "number of requests; unset it, or set uno_mode to 'linear'"
+        )
+    kind = vllm_config.cache_config.cache_dtype
+    if is_quantized_kv_cache(kind):
+        problems.append(
+            f"kv_cache_dtype={kind} with uno_mode 'tree': tree attention reads no quantised KV "
+            f"cache; {linear}"
         )
     return problems
 

@@ -75,6 +75,33 @@ def test_view_without_lora_is_the_target_bitwise(model: Path) -> None:
         assert moved.any(1).tolist() == [False, True, True, True] * 2
 
 
+def test_view_of_a_target_with_users_adapters_holds_none_of_their_wrappers(model: Path) -> None:
+    """Not the logits processor's either: their state is that of the verify batch."""
+    import torch
+    from engines import engine
+    from run_engine import wrappers
+
+    from vllm_uno.adapter import load_adapter
+    from vllm_uno.draft_view import build_draft_view
+    from vllm_uno.tiny_model import write_random_adapter
+
+    # Without UNO, which is refused beside users' adapters on a CPU.
+    with engine(model, enable_lora=True, max_loras=2) as running, torch.inference_mode():
+        target, config = running.runner.model, running.runner.vllm_config
+        assert "LogitsProcessorWithLoRA" in wrappers(target) and len(wrappers(target)) >= 4
+        folder = write_random_adapter(model.parent / "stripped", model)
+        loras = load_adapter(folder, target, torch.float32, "cpu")
+        view = build_draft_view(target, loras, 4, config)
+        assert wrappers(view) == []
+        assert len(loras) == 8
+        for name in loras:  # found by the wrappers' names, attached to what they wrap
+            method = view.get_submodule(name).quant_method
+            assert method.target is target.get_submodule(name).base_layer
+        hidden = torch.randn(3, 256)
+        bare = target.logits_processor.base_layer(target.lm_head, hidden)
+        assert torch.equal(view.compute_logits(hidden), bare)
+
+
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     """A and B slices, the all-reduce behind the LoRA, and the same rows on every rank."""

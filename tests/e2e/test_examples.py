@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_uno import demo
 
@@ -93,6 +94,14 @@ def test_structured_example() -> None:
     assert f"parsed: {found['inhabitants']} inhabitants, on the coast: {found['coast']}" in out
     assert re.fullmatch(r"\+\d{2} \d{3} \d{4}", phone)
     assert mood in ("positive", "neutral", "negative")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs it there")
+def test_user_lora_example_says_that_it_needs_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/user_lora.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "This needs a GPU" in done.stderr
 
 
 def completion(tokens: list[int], best: tuple[float, float] = (-1.0, -1.5)) -> SimpleNamespace:

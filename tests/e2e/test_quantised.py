@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 from engines import engine
 from prompts import make_prompts
-from safetensors.torch import load_file, save_file
+from quantised_models import quantise
+from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from vllm_uno.tiny_model import write_tiny_model
@@ -19,49 +19,26 @@ PROMPTS = make_prompts(2048)
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def quantise_int8(model: Path, folder: Path) -> Path:
-    """`model` as a compressed-tensors checkpoint: int8 weights by channel, dynamic int8 inputs."""
-    folder.mkdir()
-    for file in model.iterdir():
-        if file.name not in ("config.json", "model.safetensors"):
-            (folder / file.name).write_bytes(file.read_bytes())
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(model / "model.safetensors").items():
-        if "_proj." not in name:
-            tensors[name] = tensor
-            continue
-        scale = tensor.abs().amax(dim=1, keepdim=True) / 127
-        tensors[name] = (tensor / scale).round().to(torch.int8)
-        tensors[name.replace(".weight", ".weight_scale")] = scale
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    number = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**number, "dynamic": False},
-                "input_activations": {**number, "strategy": "token", "dynamic": True},
-            }
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+# On a CPU, of four bits, vLLM has kernels for AVX-512 alone.
+NO_FOUR_BITS = not torch.cuda.is_available() and not hasattr(torch.ops._C, "cpu_gemm_wna16")
+SCHEMES = {"int8": "Int8", "fp8": "Fp8"}
 
 
 @pytest.mark.slow
-def test_compressed_tensors(model: Path, adapter: Path, tmp_path: Path) -> None:
-    quantised = quantise_int8(model, tmp_path / "int8")
+@pytest.mark.parametrize("kind", ["int8", "fp8", "awq", "gptq"])
+def test_quantised(kind: str, model: Path, adapter: Path, tmp_path: Path) -> None:
+    if kind not in SCHEMES and NO_FOUR_BITS:
+        pytest.skip("vLLM's AWQ and GPTQ on a CPU need AVX-512")
+    quantised = quantise(model, tmp_path / kind, kind)
     with engine(quantised, dtype="bfloat16") as e:
         plain = e.tokens(PROMPTS, SHORT)
     uno = {"uno_lora_path": str(adapter), "num_speculative_tokens": 4}
     with engine(quantised, uno, dtype="bfloat16") as e:
         layer = e.speculator.model.model.layers[0].mlp.down_proj
-        assert "Int8" in type(layer.scheme).__name__
+        if kind in SCHEMES:
+            assert SCHEMES[kind] in type(layer.scheme).__name__
+        else:
+            assert kind in type(layer.quant_method.base).__name__.lower()
         equal = sum(a == b for a, b in zip(e.tokens(PROMPTS, SHORT), plain, strict=True))
         stats = e.speculator.counters.snapshot()
         assert stats.cycles > 0 and stats.acceptance[0] >= 0.9

@@ -33,7 +33,9 @@ def main() -> None:
         log = (work / f"{name}.log").read_text()
         started = re.findall(r"started in ([\d.]+) s", log)
         shown = {
-            k: v for k, v in result.items() if k not in ("tokens", "gaps", "row0", "verify_kernels")
+            k: v
+            for k, v in result.items()
+            if k not in ("tokens", "gaps", "row0", "verify_kernels", "sleep")
         }
         print(f"{name}: start {started} late {late_compiles(work, name)} {json.dumps(shown)}")
         for kind, row in result.get("row0", {}).items():

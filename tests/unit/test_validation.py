@@ -139,6 +139,14 @@ def test_batch_invariance_with_trees(config, monkeypatch):
     assert "VLLM_BATCH_INVARIANT" in message and "set uno_mode to 'linear'" in message
 
 
+def test_quantised_kv_caches_of_trees(config):
+    change(config, "cache_config.cache_dtype", "fp8")
+    validate(config)
+    change(config, "speculative_config.uno_mode", "tree")
+    message = refusal(config)
+    assert "kv_cache_dtype=fp8" in message and "set uno_mode to 'linear'" in message
+
+
 def test_rows_of_a_tree_s_draft(config):
     change(config, "speculative_config.uno_mode", "tree")
     change(config, "speculative_config.uno_block_size", 9)
