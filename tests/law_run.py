@@ -605,7 +605,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument(
         "--sabotage",
-        help=f"names out of {', '.join([*SABOTAGES, STAND_IN_NAME])} (no fault); or 'all' of a mode",
+        help=f"out of {', '.join([*SABOTAGES, STAND_IN_NAME])} (no fault), or 'all' of a mode",
     )
     parser.add_argument("--plain", action="store_true", help="plain vLLM: the floor")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")

@@ -212,14 +212,18 @@ def right_drafts(
     return oracle_trees(engine, dict(zip(map(tuple, prompts), texts, strict=True)))
 
 
-def tau(runner: Any) -> float | None:
-    """Tokens a cycle since the last call."""
+@contextmanager
+def counted(runner: Any, result: dict[str, Any], kind: str) -> Iterator[None]:
+    """result["tau"][kind]: tokens a cycle meanwhile."""
     counters = getattr(getattr(runner, "speculator", None), "counters", None)
-    if counters is None or not counters.snapshot().cycles:
-        return None
-    found: float = counters.snapshot().tokens_per_cycle
-    counters.reset()
-    return found
+    if counters is None:  # another method, or another process
+        yield
+        return
+    before = counters.snapshot()
+    yield
+    after = counters.snapshot()
+    cycles = after.cycles - before.cycles
+    result.setdefault("tau", {})[kind] = (after.emitted - before.emitted) / max(1, cycles)
 
 
 def greedy(llm: Any, runner: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -231,7 +235,8 @@ def greedy(llm: Any, runner: Any, args: argparse.Namespace, result: dict[str, An
     prompts = [{"prompt_token_ids": p} for p in texts]
     with right_drafts(args, runner, texts, "greedy"):
         began = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        with counted(runner, result, "greedy"):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
         result["seconds"] = time.perf_counter() - began
         result["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
         result["gaps"] = [
@@ -242,7 +247,6 @@ def greedy(llm: Any, runner: Any, args: argparse.Namespace, result: dict[str, An
             ]
             for o in outputs
         ]
-        result["tau"] = {"greedy": tau(runner)}
         # 1 ... 64 requests at a time: every decode batch size meets its graph.
         short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
         for n in (1, 2, 3, 5, 7, 9, 17, 30, 33, 48, 57, 64):
@@ -262,11 +266,9 @@ def seeded(llm: Any, runner: Any, args: argparse.Namespace, result: dict[str, An
             SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=args.tokens, ignore_eos=True)
             for i in range(len(texts))
         ]
-        tau(runner)
-        with right_drafts(args, runner, texts, name):
+        with right_drafts(args, runner, texts, name), counted(runner, result, name):
             outputs = llm.generate([{"prompt_token_ids": p} for p in texts], params, use_tqdm=False)
         result["seeded"][name] = [list(o.outputs[0].token_ids) for o in outputs]
-        result["tau"][name] = tau(runner)
 
 
 @contextmanager
