@@ -397,7 +397,7 @@ def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None
     result.update(oracle_error=worst, oracle_row0=worst_row0, adapter_moves=moved)
 
 
-def sampled(llm: Any, runner: Any, result: dict[str, Any]) -> None:
+def sampled(llm: Any, runner: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Row-0 acceptance for each kind of sampling parameter."""
     from prompts import make_gpu_prompts
     from vllm import SamplingParams
@@ -413,10 +413,11 @@ def sampled(llm: Any, runner: Any, result: dict[str, Any]) -> None:
         "logit_bias": {"logit_bias": {5: 4.0, 9: -4.0}},
         "allowed_token_ids": {"allowed_token_ids": list(range(5, 900))},
     }
-    prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)]
+    prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)[: args.prompts]]
     result["row0"] = {}
+    size = min(48, args.tokens)
     for name, kind in kinds.items():
-        params = SamplingParams(**{"temperature": 1.0, **kind}, max_tokens=48, ignore_eos=True)
+        params = SamplingParams(**{"temperature": 1.0, **kind}, max_tokens=size, ignore_eos=True)
         runner.speculator.counters.reset()
         print(f"{name}: first request of its kind", flush=True)
         llm.generate(prompts, params, use_tqdm=False)
@@ -457,7 +458,7 @@ def main() -> None:
     if args.oracle:
         oracle(llm, model, adapter, result)
     elif args.sampled:
-        sampled(llm, runner, result)
+        sampled(llm, runner, args, result)
     elif args.memory:
         serve_at_most(llm, args, result)
     else:

@@ -27,6 +27,7 @@ for name in plain2 uno ngram; do
   engine "$name" --method "${name%2}" --cache "$work/c-$name" &
 done
 engine tree $tree --cache "$work/c-tree" &
+engine tree-sampled --sampled $tree --cache "$work/c-tree-sampled" &
 # The floor of trees: stock drafts in as many verify rows.
 engine tree-ngram --method ngram --block-size 16 --cache "$work/c-tree-ngram" &
 engine tree-memory --memory --tree 16/32/32 --vocab 151936 --max-num-seqs 128 --tokens 24 \

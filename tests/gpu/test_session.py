@@ -94,8 +94,9 @@ def test_replayed_graphs_draft_what_peft_does(work: Path, name: str) -> None:
     assert run["graphs"]["draft FULL"] > 0
 
 
-def test_row_zero_acceptance_in_bf16(work: Path) -> None:
-    for kind, row in result(work, "sampled")["row0"].items():
+@pytest.mark.parametrize("name", ["sampled", "tree-sampled"])
+def test_row_zero_acceptance_in_bf16(work: Path, name: str) -> None:
+    for kind, row in result(work, name)["row0"].items():
         assert row[0] >= 0.97, (kind, row)
 
 
@@ -107,7 +108,7 @@ def test_every_decode_step_of_1_to_64_requests_runs_in_a_graph(work: Path, name:
 
 def test_no_kernel_of_ours_compiles_after_start_up(work: Path) -> None:
     plain = set(late_compiles(work, "plain")) | set(late_compiles(work, "ngram"))
-    for name in ("uno", "sampled", "tree"):
+    for name in ("uno", "sampled", "tree", "tree-sampled"):
         assert set(late_compiles(work, name)) <= plain
 
 
