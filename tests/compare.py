@@ -33,3 +33,11 @@ def compare(reference: Path, other: Path) -> Parity:
         widest = max(widest, gaps[at])
     distinct = min(len(set(t)) / len(t) for t in plain["tokens"])
     return Parity(len(tokens), equal, widest, distinct)
+
+
+def same_seeded(reference: Path, other: Path) -> dict[str, int]:
+    """By set of seeded requests (`run_engine.SEEDED`): requests with identical tokens."""
+    plain, tokens = (json.loads(p.read_text())["seeded"] for p in (reference, other))
+    return {
+        name: sum(a == b for a, b in zip(plain[name], tokens[name], strict=True)) for name in plain
+    }

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+pytest.register_assert_rewrite("request_kinds")  # its checks are tests' own
 # Twenty times slower otherwise in simulations over small tensors, measured on 2 busy cores.
 torch.set_num_threads(1)
 

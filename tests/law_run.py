@@ -4,6 +4,7 @@
     python tests/law_run.py --settings t1,top_k --tokens 250000 --out law.json
     python tests/law_run.py --settings t0.7 --plain                    # the floor
     python tests/law_run.py --settings t0.7 --sabotage residual-is-p   # must fail
+    python tests/law_run.py --settings tree-16-t1 --sabotage noise-of-wrong-depth
 
 One process holds one engine at a time, so settings are spread over processes. Requests have seeds
 of their own, fixed once and for all: the same call gives the same tokens.
@@ -27,7 +28,7 @@ from unittest import mock
 
 import torch
 from law import LawResult, holm, law_test, processed_law
-from sabotage import SABOTAGES, STAND_IN
+from sabotage import LINEAR_SABOTAGES, SABOTAGES, STAND_IN, TREE_SABOTAGES
 from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ NOISE_HIGH = VOCAB_SIZE // 2  # noise ids: [1, NOISE_HIGH)
 PROMPT_LENGTH = 6
 TOKENS_PER_REQUEST = 64
 MAX_MODEL_LEN = 128
-# Of every noise row, given that the row before it was accepted: both branches of the test, and so
-# every offset of a cycle, must be taken often.
-ACCEPTANCE = (0.2, 0.9)
+# Of every noise row (trees: depth), given that the one before it was accepted: both branches of the
+# test, and so every offset of a cycle, must be taken often.
+ACCEPTANCE, TREE_ACCEPTANCE = (0.2, 0.9), (0.05, 0.9)
 # The offset label of tokens sampled by the prefill, which no draft preceded.
 PREFILL = -1
 
@@ -56,18 +57,40 @@ SABOTAGE_P_VALUE = 1e-8
 
 @dataclass(frozen=True)
 class Setting:
-    """Sampling parameters, and how drafts are sampled."""
+    """Sampling parameters, and how drafts are made.
+
+    Attributes:
+        draft: "probabilistic" or "greedy" chains of B tokens, or "tree".
+        tree: B, K and V of trees.
+    """
 
     name: str
     params: dict[str, Any]
     draft: str = "probabilistic"
+    tree: tuple[int, int, int] | None = None
 
     @property
     def has_penalties(self) -> bool:
         return any(name.endswith("_penalty") for name in self.params)
 
+    @property
+    def engine(self) -> tuple[Any, ...]:
+        """Settings of which this is equal share an engine."""
+        return self.draft, self.tree
+
+    @property
+    def block_size(self) -> int:
+        """B, the most drafts accepted in a cycle."""
+        return BLOCK_SIZE if self.tree is None else self.tree[0]
+
+    @property
+    def drafts(self) -> int:
+        """Verified in a cycle."""
+        return BLOCK_SIZE if self.tree is None else self.tree[2]
+
 
 _BIAS = {2: 1.5, 7: -2.0, 11: 0.7}
+_SMALL_TREE, _TREE = (3, 4, 6), (4, 8, 16)  # B, K, V
 _ALL_SETTINGS = (
     Setting("t0.7", {"temperature": 0.7}),
     Setting("t1", {}),
@@ -93,10 +116,16 @@ _ALL_SETTINGS = (
     ),
     Setting("joined-min_p", {"temperature": 1.3, "min_p": 0.1, "logit_bias": _BIAS}),
     Setting("greedy-draft", {}, draft="greedy"),
+    # Parameters of settings above, where plain's floor is.
+    Setting("tree-6-t0.7", {"temperature": 0.7}, "tree", _SMALL_TREE),
+    Setting("tree-6-t1", {}, "tree", _SMALL_TREE),
+    Setting("tree-16-t0.7", {"temperature": 0.7}, "tree", _TREE),
+    Setting("tree-16-t1", {}, "tree", _TREE),
+    Setting("tree-16-top_k-top_p", {"top_k": 6, "top_p": 0.8}, "tree", _TREE),
 )
 SETTINGS = {setting.name: setting for setting in _ALL_SETTINGS}
 # Where the sabotages are tried: a temperature that is not 1.
-SABOTAGE_SETTING = "t0.7"
+SABOTAGE_SETTING, TREE_SABOTAGE_SETTING = "t0.7", "tree-16-t0.7"
 
 
 @dataclass(frozen=True)
@@ -237,11 +266,13 @@ def law_engine(
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": max_num_seqs,
         # Room for every request's verify rows beside new prompts.
-        "max_num_batched_tokens": max(512, 2 * max_num_seqs * (BLOCK_SIZE + 1)),
+        "max_num_batched_tokens": max(512, 2 * max_num_seqs * (setting.drafts + 1)),
         "enforce_eager": eager or not gpu,
     }
     if gpu:
-        sizes = {n * rows for n in (1, 32, 128, 256, 384, 512) for rows in (1, 3, 4)}
+        rows = (1, setting.block_size, setting.drafts + 1)
+        counts = (1, 32, 128, 256, 384, 512)
+        sizes = {n * row for n in counts if n <= max_num_seqs for row in rows}
         settings |= {
             "attention_backend": "TRITON_ATTN",  # the one that takes fp32
             "gpu_memory_utilization": 0.03,  # several processes share the GPU
@@ -249,12 +280,16 @@ def law_engine(
         }
         if not eager:
             settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(sizes)}
-    uno = {
+    uno: dict[str, Any] = {
         "uno_lora_path": str(folder / "adapter"),
-        "num_speculative_tokens": BLOCK_SIZE,
-        "draft_sample_method": setting.draft,
+        "num_speculative_tokens": setting.drafts,
         "uno_draft_vocab": None if draft_vocab is None else str(draft_vocab),
     }
+    if setting.tree is None:
+        uno["draft_sample_method"] = setting.draft
+    else:
+        block_size, top_k, _ = setting.tree
+        uno |= {"uno_mode": "tree", "uno_block_size": block_size, "uno_tree_top_k": top_k}
     with engine(folder / "model", None if plain else uno, **settings) as running:
         yield running
 
@@ -298,7 +333,7 @@ def collect(
                 assert len(emitted) == 1, "a prefill samples one token"
                 offsets[i].append(PREFILL)
             else:
-                assert len(emitted) <= BLOCK_SIZE + 1
+                assert len(emitted) <= setting.block_size + 1
                 offsets[i] += range(len(emitted))
             outputs[i] += emitted
     return Samples(prompts, torch.tensor(outputs), torch.tensor(offsets))
@@ -364,6 +399,11 @@ def conditional_acceptance(running: Engine) -> list[float]:
     stats = running.speculator.counters.snapshot()
     reached = (stats.proposed[0], *stats.accepted[:-1])
     return [a / max(r, 1) for a, r in zip(stats.accepted, reached, strict=True)]
+
+
+def sabotages_of(setting: Setting) -> tuple[str, ...]:
+    """Those that change anything, and the stand-in without a fault."""
+    return (STAND_IN_NAME, *LINEAR_SABOTAGES) if setting.tree is None else tuple(TREE_SABOTAGES)
 
 
 def sabotaged(name: str | None) -> Callable[[], AbstractContextManager[None]]:
@@ -432,11 +472,18 @@ def run(
     """Every setting under every sabotage.
 
     `out` is written anew after each.
+
+    Raises:
+        ValueError: a sabotage of one mode with a setting of the other: nothing would be broken.
     """
+    for setting in settings:
+        for name in sabotages:
+            if name is not None and name not in sabotages_of(setting):
+                raise ValueError(f"sabotage {name} does nothing to setting {setting.name}")
     reports: list[Report] = []
     requests = -(-tokens // TOKENS_PER_REQUEST)
-    for draft in dict.fromkeys(setting.draft for setting in settings):
-        group = [setting for setting in settings if setting.draft == draft]
+    for key in dict.fromkeys(setting.engine for setting in settings):
+        group = [setting for setting in settings if setting.engine == key]
         begin = time.perf_counter()
         with law_engine(
             folder, group[0], plain=plain, eager=eager, max_num_seqs=max_num_seqs
@@ -458,11 +505,14 @@ def _campaign_jobs() -> list[list[str]]:
     """Command lines of about equal length: every setting with UNO and plain, every sabotage."""
     drafted = [s.name for s in _ALL_SETTINGS if s.draft == "probabilistic"]
     greedy = [s.name for s in _ALL_SETTINGS if s.draft == "greedy"]
-    sabotages = [STAND_IN_NAME, *SABOTAGES]
+    trees = [[s.name for s in _ALL_SETTINGS if s.tree == tree] for tree in (_SMALL_TREE, _TREE)]
+    sabotages = sabotages_of(SETTINGS[SABOTAGE_SETTING])
     return [
         *(["--settings", ",".join(drafted[i::2])] for i in range(2)),
         ["--settings", ",".join(greedy)],
-        # Plain vLLM knows no drafts: a setting for greedy ones has its floor in another.
+        *(["--settings", ",".join(names)] for names in trees),
+        ["--settings", TREE_SABOTAGE_SETTING, "--sabotage", ",".join(TREE_SABOTAGES)],
+        # Plain vLLM knows no drafts: a setting for greedy ones, or trees, has its floor in another.
         *(["--settings", ",".join(drafted[i::3]), "--plain"] for i in range(3)),
         *(
             ["--settings", SABOTAGE_SETTING, "--sabotage", ",".join(sabotages[i::2])]
@@ -531,8 +581,8 @@ def faults(reports: Sequence[Report]) -> list[str]:
         rejected = [one or other for one, other in zip(decided[::2], decided[1::2], strict=True)]
         wrong += [f"rejected: {r.line()}" for r, no in zip(family, rejected, strict=True) if no]
         wrong += [f"impossible tokens: {r.line()}" for r in family if _too_many_impossible(r)]
-    low, high = ACCEPTANCE
     for r in reports:
+        low, high = ACCEPTANCE if SETTINGS[r.setting].tree is None else TREE_ACCEPTANCE
         if r.kind in ("uno", STAND_IN_NAME) and not all(low <= a <= high for a in r.acceptance[1:]):
             wrong.append(f"acceptance outside {low} .. {high}: {r.line()}")
     for r in reports:
@@ -555,7 +605,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument(
         "--sabotage",
-        help=f"names out of {', '.join([*SABOTAGES, STAND_IN_NAME])} (no fault); or 'all'",
+        help=f"out of {', '.join([*SABOTAGES, STAND_IN_NAME])} (no fault), or 'all' of a mode",
     )
     parser.add_argument("--plain", action="store_true", help="plain vLLM: the floor")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
@@ -583,14 +633,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wrong = failed + faults(reports)
         print("\n".join(wrong) or "all as it should be")
         raise SystemExit(bool(wrong))
-    names = [STAND_IN_NAME, *SABOTAGES] if options.sabotage == "all" else None
-    if names is None and options.sabotage:
-        names = options.sabotage.split(",")
+    settings = [SETTINGS[name] for name in options.settings.split(",")]
+    names: Sequence[str | None] = [None]
+    if options.sabotage:
+        every = options.sabotage == "all"
+        names = sabotages_of(settings[0]) if every else options.sabotage.split(",")
     reports = run(
-        [SETTINGS[name] for name in options.settings.split(",")],
+        settings,
         options.models,
         tokens=options.tokens,
-        sabotages=names or [None],
+        sabotages=names,
         plain=options.plain,
         eager=options.eager,
         max_num_seqs=options.max_num_seqs,

@@ -38,11 +38,12 @@ _READS = {
     "aten::bincount",
 }
 
-# What is no read of the device's on a GPU: kernels are interpreted on host memory here, attention
-# and the filter are the CPU's own; the last one takes the maximum of a host tensor.
+# What is no read of the device's on a GPU: kernels are interpreted on host memory here, attention,
+# its cache and the filter are the CPU's own; the last one takes the maximum of a host tensor.
 _EXEMPT = (
     "triton/runtime/interpreter.py",
     "vllm/v1/attention/backends/cpu_attn.py",
+    "vllm_uno/tree/cpu_layout.py",
     "vllm/v1/sample/ops/topk_topp_sampler.py",
     "vllm/v1/worker/gpu/spec_decode/speculator.py",
 )

@@ -33,8 +33,8 @@ def oracle_trees(
     """While open, candidates (and the tokens of chains) hold the next tokens of these texts.
 
     Args:
-        engine: `engines.Engine` in tree mode.
-        texts: prompt -> its continuation.
+        engine: `engines.Engine` in tree mode, or whatever has its `runner` and `speculator`.
+        texts: prompt -> its continuation, of a model with 2,048 tokens.
     """
     rng = random.Random(seed)
     full = {tuple(prompt): [*prompt, *texts[prompt]] for prompt in texts}
@@ -50,23 +50,30 @@ def oracle_trees(
         **given: Any,
     ) -> None:
         _, rows, top_k = candidates.tokens.shape
-        ranks = torch.arange(1, top_k + 1)
-        for request, slot in enumerate(idx_mapping.tolist()):
+        contexts = states.num_computed_tokens.gpu.tolist()
+        chains = chain_tokens.cpu()
+        slots = idx_mapping.tolist()
+        found = torch.empty(len(slots), rows, top_k, dtype=torch.int32)
+        for request, slot in enumerate(slots):
             prompt_len = int(states.prompt_len.np[slot])
             text = full[tuple(states.all_token_ids.gpu[slot, :prompt_len].tolist())]
-            context = int(states.num_computed_tokens.gpu[slot])
             for row in range(rows):
                 tokens = rng.sample(range(1, 2048), top_k)
-                at = context + 2 + row
+                at = contexts[slot] + 2 + row
                 if at < len(text) and rng.random() > MISSING:
                     right, rank = text[at], rng.randrange(min(RANKS, top_k))
                     if right in tokens:
                         tokens[tokens.index(right)] = tokens[rank]
                     tokens[rank] = right
                     if needs_path[slot]:
-                        chain_tokens[request, row + 1] = right
-                candidates.tokens[request, row] = torch.tensor(tokens)
-                candidates.log_probs[request, row] = -DECAY * ranks
+                        chains[request, row + 1] = right
+                found[request, row] = torch.tensor(tokens)
+        # One copy each: on a GPU, every one waits.
+        candidates.tokens[: len(slots)] = found.to(candidates.tokens.device)
+        candidates.log_probs[: len(slots)] = -DECAY * torch.arange(
+            1, top_k + 1, device=candidates.log_probs.device
+        )
+        chain_tokens.copy_(chains)
         build_trees(
             out,
             draft_tokens,
@@ -78,7 +85,8 @@ def oracle_trees(
 
     with (
         mock.patch.object(drafting, "build_trees", put_right),
-        mock.patch.object(drafting, "select_candidates"),  # slow in the interpreter
+        # Slow in the interpreter; what it selects is written over.
+        mock.patch.object(drafting, "select_candidates"),
     ):
         yield
 

@@ -1,6 +1,7 @@
 """One engine in a process of its own: plain, UNO or ngram; results as JSON.
 
     python tests/run_engine.py --work /tmp/h200 --name uno --method uno
+    python tests/run_engine.py --work /tmp/h200 --name tree --tree 8/8/16
 
 A process each because vLLM reads VLLM_BATCH_INVARIANT and its cache folder once.
 Several may run at a time on one GPU: the KV cache has a fixed size, and nothing
@@ -14,8 +15,12 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -23,7 +28,28 @@ from probes import draft_block_size, start_recording, take_records
 from quantised_models import quantise
 
 VOCAB = 2048
-TOKENS = 128
+# Seeded requests by set, each cycled over the prompts. Tree mode has plain's tokens. Top-p stands
+# beside top-k: alone, vLLM filters it with another kernel for up to 64 rows than for more.
+SEEDED: dict[str, list[dict[str, Any]]] = {
+    "temperature": [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.4, "top_k": 12},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 0.8, "logit_bias": {7: 2.0, 11: -3.0}},
+        {"temperature": 1.0, "min_tokens": 30, "stop_token_ids": list(range(1, VOCAB, 97))},
+    ],
+    "top_k-top_p": [
+        {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.7},
+    ],
+    # Served as chains, beside trees.
+    "chains": [
+        {"temperature": 1.0, "repetition_penalty": 1.2},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    ],
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -47,13 +73,24 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quantised", choices=("online", "fp8", "awq", "gptq"), default=None)
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--tree", action="store_true", help="tree mode")
     parser.add_argument("--sleep", action="store_true", help="sleep and wake, levels 1 and 2")
     parser.add_argument("--draft-vocab", action="store_true", help="draft with every third token")
     parser.add_argument("--cache", default=None, help="VLLM_CACHE_ROOT")
     parser.add_argument("--oracle", action="store_true", help="draft logits against PEFT")
     parser.add_argument("--sampled", action="store_true", help="row-0 acceptance by parameter")
+    parser.add_argument("--tree", type=sizes, help="B/K/V: tree mode")
+    parser.add_argument("--seeded", action="store_true", help="seeded requests, too")
+    parser.add_argument("--texts", help="name of a plain result: trees hold its tokens")
+    parser.add_argument("--memory", action="store_true", help="the most that sampling holds")
+    parser.add_argument("--vocab", type=int, help="another vocabulary size: dummy weights")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
     return parser.parse_args()
+
+
+def sizes(text: str) -> tuple[int, int, int]:
+    block_size, top_k, nodes = (int(x) for x in text.split("/"))
+    return block_size, top_k, nodes
 
 
 def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
@@ -70,23 +107,29 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
         model = write_tiny_model(folder, vocab_size=VOCAB, std=0.04, dtype=args.dtype)
         adapter = write_random_adapter(args.work / f"a-{args.name}", model, seed=args.adapter_seed)
     settings: dict[str, Any] = {}
+    if args.vocab:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"vocab_size": args.vocab}))
+        settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
     if args.method == "uno":
         settings["speculative_config"] = {
             "method": "uno",
             "num_speculative_tokens": args.block_size,
             "uno_lora_path": str(adapter),
         }
+        if args.tree is not None:
+            block_size, top_k, nodes = args.tree
+            settings["speculative_config"] |= {
+                "uno_mode": "tree",
+                "uno_block_size": block_size,
+                "uno_tree_top_k": top_k,
+                "num_speculative_tokens": nodes,
+            }
         if args.draft_vocab:
             file = args.work / f"{args.name}-vocab.json"
             size = json.loads((model / "config.json").read_text())["vocab_size"]
             file.write_text(json.dumps(list(range(0, size, 3))))
             settings["speculative_config"]["uno_draft_vocab"] = str(file)
-        if args.tree:
-            settings["speculative_config"] |= {
-                "num_speculative_tokens": 2 * args.block_size,
-                "uno_block_size": args.block_size,
-                "uno_tree_top_k": 4,
-            }
     elif args.method == "ngram":
         settings["speculative_config"] = {
             "method": "ngram_gpu",
@@ -172,40 +215,155 @@ def forbid_syncs(speculator: Any) -> None:
     speculator.propose = guarded
 
 
-def greedy(llm: Any, result: dict[str, Any], users: list[Any] | None = None) -> None:
-    """64 prompts; with `users` (LoRARequests or None) each for one of them in turn."""
+def right_drafts(
+    args: argparse.Namespace, runner: Any, prompts: list[list[int]], kind: str
+) -> AbstractContextManager[None]:
+    """With --texts, trees that hold what plain emitted: a random model's drafts are seldom right,
+    and only deep paths show whether attention and KV compaction are."""
+    if args.texts is None:
+        return nullcontext()
+    from oracle_trees import oracle_trees
+
+    plain = json.loads((args.work / f"{args.texts}.json").read_text())
+    texts = plain["tokens"] if kind == "greedy" else plain["seeded"][kind]
+    engine = SimpleNamespace(runner=runner, speculator=runner.speculator)
+    return oracle_trees(engine, dict(zip(map(tuple, prompts), texts, strict=True)))
+
+
+@contextmanager
+def counted(runner: Any, result: dict[str, Any], kind: str) -> Iterator[None]:
+    """result["tau"][kind]: tokens a cycle meanwhile."""
+    counters = getattr(getattr(runner, "speculator", None), "counters", None)
+    if counters is None:  # another method, or another process
+        yield
+        return
+    before = counters.snapshot()
+    yield
+    after = counters.snapshot()
+    cycles = after.cycles - before.cycles
+    result.setdefault("tau", {})[kind] = (after.emitted - before.emitted) / max(1, cycles)
+
+
+def greedy(
+    llm: Any,
+    runner: Any,
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    users: list[Any] | None = None,
+) -> None:
+    """The prompts; with `users` (LoRARequests or None) each for one of them in turn."""
     from prompts import make_gpu_prompts
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
-    prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)]
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, logprobs=2)
+    texts = make_gpu_prompts(VOCAB)[: args.prompts]
+    prompts = [{"prompt_token_ids": p} for p in texts]
     asked = None if users is None else [users[i % len(users)] for i in range(len(prompts))]
-    began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=asked)
-    result["seconds"] = time.perf_counter() - began
-    result["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
-    result["gaps"] = [
-        [
-            sorted((lp.logprob for lp in at.values()), reverse=True)[0]
-            - sorted((lp.logprob for lp in at.values()), reverse=True)[1]
-            for at in o.outputs[0].logprobs
+    with right_drafts(args, runner, texts, "greedy"):
+        began = time.perf_counter()
+        with counted(runner, result, "greedy"):
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=asked)
+        result["seconds"] = time.perf_counter() - began
+        result["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
+        result["gaps"] = [
+            [
+                sorted((lp.logprob for lp in at.values()), reverse=True)[0]
+                - sorted((lp.logprob for lp in at.values()), reverse=True)[1]
+                for at in o.outputs[0].logprobs
+            ]
+            for o in outputs
         ]
-        for o in outputs
-    ]
-    if users is not None:
-        bare = llm.generate(prompts[: len(users)], params, use_tqdm=False)
-        # Leading tokens that a request has in common with the base model's answer.
-        result["users_agree"] = [
-            next(
-                (i for i, token in enumerate(o.outputs[0].token_ids) if token != tokens[i]),
-                len(tokens),
-            )
-            for o, tokens in zip(bare, result["tokens"], strict=False)
+        if users is not None:
+            bare = llm.generate(prompts[: len(users)], params, use_tqdm=False)
+            # Leading tokens that a request has in common with the base model's answer.
+            result["users_agree"] = [
+                next(
+                    (i for i, token in enumerate(o.outputs[0].token_ids) if token != tokens[i]),
+                    len(tokens),
+                )
+                for o, tokens in zip(bare, result["tokens"], strict=False)
+            ]
+        # 1 ... 64 requests at a time: every decode batch size meets its graph.
+        short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        for n in (1, 2, 3, 5, 7, 9, 17, 30, 33, 48, 57, 64):
+            if n <= len(prompts):
+                llm.generate(prompts[:n], short, use_tqdm=False)
+
+
+def seeded(llm: Any, runner: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Every set of `SEEDED`; the seed is the prompt's number."""
+    from prompts import make_gpu_prompts
+    from vllm import SamplingParams
+
+    texts = make_gpu_prompts(VOCAB)[: args.prompts]
+    result["seeded"] = {}
+    for name, kinds in SEEDED.items():
+        params = [
+            SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=args.tokens, ignore_eos=True)
+            for i in range(len(texts))
         ]
-    # 1 ... 64 requests at a time: every decode batch size meets its graph.
-    short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    for n in (1, 2, 3, 5, 7, 9, 17, 30, 33, 48, 57, 64):
-        llm.generate(prompts[:n], short, use_tqdm=False)
+        with right_drafts(args, runner, texts, name), counted(runner, result, name):
+            outputs = llm.generate([{"prompt_token_ids": p} for p in texts], params, use_tqdm=False)
+        result["seeded"][name] = [list(o.outputs[0].token_ids) for o in outputs]
+
+
+@contextmanager
+def profiled_sampling(result: dict[str, Any]) -> Iterator[None]:
+    """While open, an engine that starts says what its profile holds for sampling, in GiB."""
+    import torch
+
+    from vllm_uno import proposer
+
+    imitate = proposer.sampling_peak
+
+    def measured(*heads: Any, **rows: Any) -> None:
+        with allocated(result, "profiled"):
+            imitate(*heads, **rows)
+        result["rows"] = {k: v for k, v in rows.items() if k.endswith("_rows")}
+
+    with mock.patch.object(proposer, "sampling_peak", measured):
+        yield
+    if not torch.cuda.is_available():
+        result["profiled"] = None
+
+
+@contextmanager
+def allocated(result: dict[str, Any], name: str) -> Iterator[None]:
+    """result[name]: the most GiB allocated meanwhile, beyond what was before."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield
+    torch.cuda.synchronize()
+    result[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def serve_at_most(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """As many requests as the engine takes, with all that sampling can be asked for."""
+    from prompts import make_prompts
+    from vllm import SamplingParams
+
+    requests = llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        logit_bias={7: 2.0},
+        logprobs=5,
+        max_tokens=args.tokens,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    prompts = [{"prompt_token_ids": p} for p in make_prompts(VOCAB, requests, lengths=(16,))]
+    with allocated(result, "served"):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    result["requests"] = sum(len(o.outputs[0].token_ids) == args.tokens for o in outputs)
 
 
 def user_loras(work: Path, name: str, model: Path) -> list[Any]:
@@ -336,7 +494,7 @@ def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None
     result.update(oracle_error=worst, oracle_row0=worst_row0, adapter_moves=moved)
 
 
-def sampled(llm: Any, runner: Any, result: dict[str, Any]) -> None:
+def sampled(llm: Any, runner: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Row-0 acceptance for each kind of sampling parameter."""
     from prompts import make_gpu_prompts
     from vllm import SamplingParams
@@ -352,10 +510,11 @@ def sampled(llm: Any, runner: Any, result: dict[str, Any]) -> None:
         "logit_bias": {"logit_bias": {5: 4.0, 9: -4.0}},
         "allowed_token_ids": {"allowed_token_ids": list(range(5, 900))},
     }
-    prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)]
+    prompts = [{"prompt_token_ids": p} for p in make_gpu_prompts(VOCAB)[: args.prompts]]
     result["row0"] = {}
+    size = min(48, args.tokens)
     for name, kind in kinds.items():
-        params = SamplingParams(**{"temperature": 1.0, **kind}, max_tokens=48, ignore_eos=True)
+        params = SamplingParams(**{"temperature": 1.0, **kind}, max_tokens=size, ignore_eos=True)
         runner.speculator.counters.reset()
         print(f"{name}: first request of its kind", flush=True)
         llm.generate(prompts, params, use_tqdm=False)
@@ -381,31 +540,37 @@ def main() -> None:
     if args.cache:
         os.environ["VLLM_CACHE_ROOT"] = args.cache
     args.work.mkdir(parents=True, exist_ok=True)
-    llm, model, adapter = start(args)
     result: dict[str, Any] = {"draft_vocab": args.draft_vocab}
+    with profiled_sampling(result) if args.memory else nullcontext():
+        llm, model, adapter = start(args)
     counts: dict[str, int] = {}
     runner = None
     if alone:
         core, runner = parts(llm)
         result["async"] = core.vllm_config.scheduler_config.async_scheduling
         count_graphs(runner, counts)
-        if torch.cuda.is_available() and args.method == "uno" and not args.oracle:
+        watched = args.method == "uno" and not args.oracle and args.texts is None
+        if torch.cuda.is_available() and watched:
             forbid_syncs(runner.speculator)
     if args.oracle:
         oracle(llm, model, adapter, result)
     elif args.sampled:
-        sampled(llm, runner, result)
+        sampled(llm, runner, args, result)
+    elif args.memory:
+        serve_at_most(llm, args, result)
     elif args.sleep:
         sleep_and_wake(llm, runner.speculator, result)
     elif args.user_loras:
-        greedy(llm, result, user_loras(args.work, args.name, model))
+        greedy(llm, runner, args, result, user_loras(args.work, args.name, model))
         result["wrappers"] = {"target": wrappers(runner.model)}
         if args.method == "uno":
             result["wrappers"]["view"] = wrappers(runner.speculator.model)
     else:
-        greedy(llm, result)
+        greedy(llm, runner, args, result)
+        if args.seeded:
+            seeded(llm, runner, args, result)
     result["graphs"] = dict(counts)
-    plain_run = not (args.oracle or args.sampled or args.sleep or args.user_loras)
+    plain_run = "tokens" in result and not (args.sleep or args.user_loras)
     if counts.get("verify FULL") and plain_run:
         result["verify_kernels"] = verify_kernels(runner)
     if args.method == "uno":
@@ -413,7 +578,8 @@ def main() -> None:
 
         result["stats"] = draft_stats(llm).__dict__
     (args.work / f"{args.name}.json").write_text(json.dumps(result))
-    shown = {k: v for k, v in result.items() if k not in ("tokens", "gaps", "sleep")}
+    hidden = ("tokens", "gaps", "seeded", "sleep")
+    shown = {k: v for k, v in result.items() if k not in hidden}
     print(f"{args.name}: {json.dumps(shown)}", flush=True)
     llm.llm_engine.engine_core.shutdown()
 

@@ -2,7 +2,7 @@
 
 `SABOTAGES[name]()` is a context manager that patches one place of this process. Those inside the
 rejection test act on `TorchRejectionSampler`, a plain PyTorch stand-in for vLLM's kernels;
-`torch` is the stand-in without a fault, which must pass.
+`torch` is the stand-in without a fault, which must pass. Those of trees act on the walk.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ BONUS_FROM_LAST_DRAFT_ROW = "bonus-from-last-draft-row"
 
 _REJECTION_SAMPLE = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
 _DRAFT_ROWS = "vllm_uno.draft_sampling.sample_draft_rows"
+_VERIFICATION = "vllm_uno.tree.verification"
 
 
 class TorchRejectionSampler:
@@ -161,12 +162,65 @@ def _ignore_temperature(rows: LawRows) -> LawRows:
     return replace(rows, temperature=(rows.temperature > 0).float())
 
 
-SABOTAGES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+@contextmanager
+def first_child_always_taken() -> Iterator[None]:
+    """Trees: as if the token of each node's first child had been sampled there."""
+    from vllm_uno.tree.walk import walk_trees
+
+    def walk(*out: torch.Tensor, **given: Any) -> None:
+        starts, slots = given["cu_num_logits"].long(), given["idx_mapping"].long()
+        tokens, rows = given["target_tokens"].clone(), given["row_tokens"].long()
+        parents = given["trees"].parents[slots].long()
+        for node in reversed(range(parents.shape[1])):  # the first child comes last
+            there = starts[1:] - starts[:-1] > node + 1
+            first = starts[:-1][there]
+            tokens[first + parents[there, node] + 1] = rows[first + node + 1]
+        walk_trees(*out, **{**given, "target_tokens": tokens})
+
+    with mock.patch(f"{_VERIFICATION}.walk_trees", walk):
+        yield
+
+
+@contextmanager
+def _noise_positions(change: Callable[[Any], None]) -> Iterator[None]:
+    """Trees: `change` alters the positions by which verify rows' noise is keyed."""
+    from vllm_uno.tree.target_sampling import sample_target
+
+    def sample(sampler: Any, logits: torch.Tensor, rows: Any) -> Any:
+        change(rows)
+        return sample_target(sampler, logits, rows)
+
+    with mock.patch(f"{_VERIFICATION}.sample_target", sample):
+        yield
+
+
+def _depth_less_one(rows: Any) -> None:
+    rows.positions.sub_((rows.local_pos > 0).long())
+
+
+def _row(rows: Any) -> None:
+    first = torch.arange(len(rows.local_pos), device=rows.local_pos.device) - rows.local_pos
+    rows.positions.copy_(rows.positions[first] + rows.local_pos)
+
+
+# Nodes' noise keyed by C + depth, not C + 1 + depth: the root's is the seed's row's.
+noise_of_wrong_depth = partial(_noise_positions, _depth_less_one)
+# Keyed by C + row; right in row 0 and first nodes. It changes tokens, but hardly their law given
+# the tokens before: two that share noise are distant. (0.8 after 2,560 tokens, 16 nodes.)
+noise_of_rows = partial(_noise_positions, _row)
+
+
+LINEAR_SABOTAGES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "noise-shared": partial(_draft_sampling, _share_noise),
     "draft-temperature-ignored": partial(_draft_sampling, _ignore_temperature),
     RESIDUAL_OFF_BY_ONE: partial(_rejection_test, RESIDUAL_OFF_BY_ONE),
     RESIDUAL_IS_P: partial(_rejection_test, RESIDUAL_IS_P),
     BONUS_FROM_LAST_DRAFT_ROW: partial(_rejection_test, BONUS_FROM_LAST_DRAFT_ROW),
 }
+TREE_SABOTAGES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "first-child-always-taken": first_child_always_taken,
+    "noise-of-wrong-depth": noise_of_wrong_depth,
+}
+SABOTAGES = LINEAR_SABOTAGES | TREE_SABOTAGES
 # Not a fault: the stand-in itself.
 STAND_IN: Callable[[], AbstractContextManager[None]] = partial(_rejection_test, None)

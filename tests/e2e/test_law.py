@@ -22,6 +22,7 @@ from law_run import (
     SABOTAGE_P_VALUE,
     SETTINGS,
     STAND_IN_NAME,
+    TREE_ACCEPTANCE,
     VOCAB_SIZE,
     law_engine,
     make_params,
@@ -29,7 +30,12 @@ from law_run import (
     write_models,
 )
 from prompts import make_prompts
-from sabotage import BONUS_FROM_LAST_DRAFT_ROW, RESIDUAL_IS_P, RESIDUAL_OFF_BY_ONE
+from sabotage import (
+    BONUS_FROM_LAST_DRAFT_ROW,
+    RESIDUAL_IS_P,
+    RESIDUAL_OFF_BY_ONE,
+    TREE_SABOTAGES,
+)
 from vllm import SamplingParams
 
 import vllm_uno
@@ -97,6 +103,36 @@ def test_torch_stand_in_follows_the_law(uno_law: Engine, models: Path) -> None:
 def test_sabotage_is_seen(uno_law: Engine, models: Path, sabotage: str, requests: int) -> None:
     report = run_setting(uno_law, SETTINGS["t0.7"], models, requests=requests, sabotage=sabotage)
     assert report.p_value < SABOTAGE_P_VALUE
+
+
+@pytest.mark.slow
+class TestTrees:
+    """Of 3 rows, 4 candidates and 6 nodes."""
+
+    SETTING = SETTINGS["tree-6-t0.7"]
+
+    @pytest.fixture(scope="class")
+    def tree_law(self, models: Path) -> Iterator[Engine]:
+        with law_engine(models, self.SETTING, max_num_seqs=NUM_SEQS) as running:
+            yield running
+
+    def test_continuations_follow_the_law(self, tree_law: Engine, models: Path) -> None:
+        report = run_setting(tree_law, self.SETTING, models, requests=10, tokens=48)
+        assert report.tokens == 48 * 10
+        assert report.impossible == 0
+        assert report.least_p > ALPHA
+        assert report.acceptance[0] == 1.0
+        low, high = TREE_ACCEPTANCE
+        assert all(low <= a <= high for a in report.acceptance[1:])
+
+    @pytest.mark.parametrize(("sabotage", "requests"), [*zip(TREE_SABOTAGES, (4, 20), strict=True)])
+    def test_sabotage_is_seen(
+        self, tree_law: Engine, models: Path, sabotage: str, requests: int
+    ) -> None:
+        report = run_setting(
+            tree_law, self.SETTING, models, requests=requests, tokens=48, sabotage=sabotage
+        )
+        assert report.least_p < SABOTAGE_P_VALUE
 
 
 # --- identities --------------------------------------------------------------------------------

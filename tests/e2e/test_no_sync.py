@@ -1,9 +1,12 @@
-"""The host waits for nothing in a draft pass: it never reads a tensor of the device's."""
+"""The host waits for nothing in a draft pass: it never reads a tensor of the device's.
+
+Nor in the verification of trees, which is ours; that of chains is vLLM's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,19 @@ from no_sync import DeviceRead, device_reads_fail
 from prompts import make_prompts
 from vllm import SamplingParams
 
-BLOCK_SIZE = 3
+from vllm_uno.tree import verification
+from vllm_uno.tree.drafting import TreeDrafter
+from vllm_uno.tree.verification import TreeSampler
+
+MODES: dict[str, dict[str, Any]] = {
+    "linear": {"num_speculative_tokens": 3},
+    "tree": {
+        "uno_mode": "tree",
+        "uno_block_size": 3,
+        "uno_tree_top_k": 4,
+        "num_speculative_tokens": 6,
+    },
+}
 ENDS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 BATCHES: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}],
@@ -28,14 +43,13 @@ BATCHES: dict[str, list[dict[str, Any]]] = {
         {"bad_words": ["ba", "ce"]},
         {"min_tokens": 8, "stop_token_ids": [5]},
     ],
+    "logprobs": [{"logprobs": 2}, {"temperature": 0.0, "logprobs": 0, "repetition_penalty": 1.2}],
 }
 
 
-@pytest.fixture(scope="module")
-def uno(model: Path, adapter: Path) -> Iterator[Engine]:
-    with engine(
-        model, {"uno_lora_path": str(adapter), "num_speculative_tokens": BLOCK_SIZE}
-    ) as running:
+@pytest.fixture(scope="module", params=MODES)
+def uno(request: Any, model: Path, adapter: Path) -> Iterator[Engine]:
+    with engine(model, {"uno_lora_path": str(adapter), **MODES[request.param]}) as running:
         yield running
 
 
@@ -46,41 +60,58 @@ def _run(uno: Engine, batch: list[dict[str, Any]]) -> None:
 
 @dataclass
 class Checked:
-    """Draft passes, and those in which the host read a device tensor."""
+    """Draft passes and verifications of trees, and those in which the host read a device tensor."""
 
     passes: int = 0
+    verified: int = 0
     reads: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def _checked(uno: Engine) -> Iterator[Checked]:
-    """Checks every draft pass. One that reads has no drafts, so that the engine goes on."""
-    propose = uno.speculator.propose
-    checked = Checked()
-
-    @contextmanager
-    def reads_fail(input_batch: Any) -> Iterator[None]:
-        if not torch.cuda.is_available():
-            with device_reads_fail([input_batch.seq_lens_cpu_upper_bound]):
-                yield
-            return
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+def _reads_fail(input_batch: Any) -> Iterator[None]:
+    if not torch.cuda.is_available():
+        with device_reads_fail([input_batch.seq_lens_cpu_upper_bound]):
             yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def _checked(uno: Engine) -> Iterator[Checked]:
+    """Checks every pass. A draft pass that reads has no drafts, so that the engine goes on."""
+    propose, verify = uno.speculator.propose, uno.runner.rejection_sampler
+    checked = Checked()
 
     def check(input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         checked.passes += 1
         try:
-            with reads_fail(input_batch):
+            with _reads_fail(input_batch):
                 return propose(input_batch, *args, **kwargs)
         except (DeviceRead, RuntimeError) as error:
             checked.reads.append(str(error))
+            width = uno.speculator.num_speculative_steps
             device = input_batch.idx_mapping.device
-            return torch.zeros(input_batch.num_reqs, BLOCK_SIZE, dtype=torch.int64, device=device)
+            return torch.zeros(input_batch.num_reqs, width, dtype=torch.int64, device=device)
 
-    with mock.patch.object(uno.speculator, "propose", check):
+    def check_verification(logits: torch.Tensor, input_batch: Any, *args: Any) -> Any:
+        checked.verified += 1
+        try:
+            with _reads_fail(input_batch):
+                return verify(logits, input_batch, *args)
+        except (DeviceRead, RuntimeError) as error:
+            checked.reads.append(str(error))
+            return verify(logits, input_batch, *args)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(uno.speculator, "propose", check))
+        if isinstance(verify, TreeSampler):
+            stack.enter_context(
+                mock.patch.object(uno.runner, "rejection_sampler", check_verification)
+            )
         yield checked
 
 
@@ -90,6 +121,8 @@ def test_a_draft_pass_reads_nothing_back(uno: Engine, name: str) -> None:
         _run(uno, BATCHES[name])
     assert checked.passes >= 4
     assert checked.reads == []
+    if isinstance(uno.runner.rejection_sampler, TreeSampler):
+        assert checked.verified >= 4
 
 
 READS = {
@@ -105,13 +138,30 @@ READS = {
 
 @pytest.mark.parametrize("name", READS)
 def test_a_read_is_seen(uno: Engine, name: str) -> None:
-    rows = type(uno.speculator.draft_sampler.rows)
-    gather = rows.gather
+    temperature = uno.runner.sampler.sampling_states.temperature.gpu
+    tree = isinstance(uno.runner.rejection_sampler, TreeSampler)
+    # Where drafts are sampled.
+    owner: Any = TreeDrafter if tree else type(uno.speculator.draft_sampler.rows)
+    method = "__call__" if tree else "gather"
+    original = getattr(owner, method)
 
-    def read(rows: Any, *args: Any) -> None:
-        gather(rows, *args)
-        READS[name](rows.temperature)
+    def read(*args: Any) -> Any:
+        READS[name](temperature)
+        return original(*args)
 
-    with mock.patch.object(rows, "gather", read), _checked(uno) as checked:
+    with mock.patch.object(owner, method, read), _checked(uno) as checked:
+        _run(uno, [{"max_tokens": 4}])
+    assert len(checked.reads) >= 2
+
+
+@pytest.mark.parametrize("uno", ["tree"], indirect=True)
+def test_a_read_in_the_walk_is_seen(uno: Engine) -> None:
+    walk = verification.walk_trees
+
+    def read(path: torch.Tensor, num_sampled: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        walk(path, num_sampled, *args, **kwargs)
+        num_sampled.max().item()
+
+    with mock.patch.object(verification, "walk_trees", read), _checked(uno) as checked:
         _run(uno, [{"max_tokens": 4}])
     assert len(checked.reads) >= 2

@@ -12,14 +12,13 @@ from engines import GREEDY, Engine, engine
 from oracle import DraftOracle
 from oracle_trees import drafted_trees, oracle_trees
 from prompts import make_prompts
+from sabotage import first_child_always_taken, noise_of_rows, noise_of_wrong_depth
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_uno.tree import state as tree_state
 from vllm_uno.tree import verification
 from vllm_uno.tree.state import chain_ancestors
-from vllm_uno.tree.target_sampling import sample_target
-from vllm_uno.tree.walk import walk_trees
 from vllm_uno.vllm_hooks.attention_api import AttentionBackendEnum
 
 PROMPTS = make_prompts(2048)
@@ -177,38 +176,7 @@ class TestParity:
         assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
-# What must not go unseen by the tests above, each a patch of one place.
-
-
-@contextmanager
-def first_child_always_taken() -> Iterator[None]:
-    """As if every first child's token had been sampled."""
-
-    def walk(*out: torch.Tensor, **given: Any) -> None:
-        trees, tokens = given["trees"], given["target_tokens"].clone()
-        starts = given["cu_num_logits"].tolist()
-        for request, slot in enumerate(given["idx_mapping"].tolist()):
-            rows = slice(starts[request], starts[request + 1])
-            for node in reversed(range(rows.stop - rows.start - 1)):
-                parent_row = rows.start + int(trees.parents[slot, node]) + 1
-                tokens[parent_row] = given["row_tokens"][rows.start + node + 1]
-        walk_trees(*out, **{**given, "target_tokens": tokens})
-
-    with mock.patch.object(verification, "walk_trees", walk):
-        yield
-
-
-@contextmanager
-def noise_of_the_wrong_depth() -> Iterator[None]:
-    """Positions of rows, C + row, as keys of the noise; only row 0 and first nodes are right."""
-
-    def sample(sampler: Any, logits: torch.Tensor, rows: Any) -> Any:
-        first = torch.arange(len(rows.local_pos)) - rows.local_pos
-        rows.positions.copy_(rows.positions[first] + rows.local_pos)
-        return sample_target(sampler, logits, rows)
-
-    with mock.patch.object(verification, "sample_target", sample):
-        yield
+# What must not go unseen by the tests above, each a patch of one place; more in sabotage.py.
 
 
 @contextmanager
@@ -239,7 +207,8 @@ class TestSabotage:
         ("sabotage", "kind"),
         [
             (first_child_always_taken, "sampled"),
-            (noise_of_the_wrong_depth, "sampled"),
+            (noise_of_wrong_depth, "sampled"),
+            (noise_of_rows, "sampled"),
             (positions_of_rows, "greedy"),
         ],
     )

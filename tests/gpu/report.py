@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from compare import compare
+from compare import compare, same_seeded
 
 
 def load(work: Path, name: str) -> dict[str, Any]:
@@ -32,11 +32,8 @@ def main() -> None:
         result = load(work, name)
         log = (work / f"{name}.log").read_text()
         started = re.findall(r"started in ([\d.]+) s", log)
-        shown = {
-            k: v
-            for k, v in result.items()
-            if k not in ("tokens", "gaps", "row0", "verify_kernels", "sleep")
-        }
+        hidden = ("tokens", "gaps", "seeded", "row0", "verify_kernels", "sleep")
+        shown = {k: v for k, v in result.items() if k not in hidden}
         print(f"{name}: start {started} late {late_compiles(work, name)} {json.dumps(shown)}")
         for kind, row in result.get("row0", {}).items():
             print(f"  row 0 {kind}: {row[0]:.4f}  tau {row[-1]:.2f}  {[round(x, 3) for x in row]}")
@@ -49,12 +46,20 @@ def main() -> None:
         ("plain-invariant", "plain2-invariant"),
         ("plain-invariant", "uno-invariant"),
         ("plain-eager", "uno-eager"),
+        ("plain", "tree"),
+        ("plain", "tree-deep"),
+        ("plain", "tree-default"),
+        ("plain", "tree-ngram"),
+        ("tree-plain-fp32", "tree-fp32"),
     ):
         paths = (work / f"{reference}.json", work / f"{other}.json")
         if all(p.exists() for p in paths):
             print(f"{reference} against {other}: {compare(*paths)}")
         else:
             print(f"{reference} against {other}: no result")
+    seeded = (work / "tree-plain-fp32.json", work / "tree-fp32.json")
+    if all(p.exists() for p in seeded):
+        print(f"seeded requests equal to plain's, of 64 a set: {same_seeded(*seeded)}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ for method in plain ngram uno; do
     --backend TRITON_ATTN &
 done
 # Must be refused: the test looks for the reason in its log.
-engine kv8-tree --kv-cache-dtype fp8 --tree --eager >/dev/null &
+engine kv8-tree --kv-cache-dtype fp8 --tree 8/4/16 --eager >/dev/null &
 wait
 if [[ soak =~ $only ]]; then
   VLLM_LOGGING_LEVEL=WARNING VLLM_CACHE_ROOT=$work/c-soak timeout 580 \

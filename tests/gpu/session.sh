@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The GPU acceptance of linear mode in one call: engines side by side, then a table.
+# The GPU acceptance of both modes in one call: engines side by side, then a table.
 # Usage: tests/gpu/session.sh WORK [ONLY]   (vLLM, its torch and vllm-uno importable;
-# ONLY: an extended regular expression of run names)
+# ONLY: an extended regular expression of run names; '^(plain2?|tree.*)$' is tree mode)
 set -u
 work=$1
 only=${2:-.}
@@ -14,9 +14,31 @@ engine() {
   timeout 300 python3 "$tests/run_engine.py" --work "$work" --name "$name" "$@" >"$work/$name.log" 2>&1 ||
     echo "$name FAILED: $(grep -E 'Error' "$work/$name.log" | tail -1 | cut -c1-300)"
 }
-for name in plain plain2 uno ngram; do
+tree="--tree 8/8/16"
+(
+  engine plain --method plain --cache "$work/c-plain"
+  # Right drafts, hence deep paths: trees that hold plain's text, in graphs of every step, and of
+  # the default size, whose 64 requests are more rows than graphs cover.
+  engine tree-deep $tree --texts plain --cache "$work/c-tree-deep" &
+  engine tree-default --tree 16/32/32 --texts plain --cache "$work/c-tree-default" &
+  wait
+) &
+for name in plain2 uno ngram; do
   engine "$name" --method "${name%2}" --cache "$work/c-$name" &
 done
+engine tree $tree --cache "$work/c-tree" &
+engine tree-sampled --sampled $tree --cache "$work/c-tree-sampled" &
+# The floor of trees: stock drafts in as many verify rows.
+engine tree-ngram --method ngram --block-size 16 --cache "$work/c-tree-ngram" &
+engine tree-memory --memory --tree 16/32/32 --vocab 151936 --max-num-seqs 128 --tokens 24 \
+  --cache "$work/c-tree-memory" &
+(
+  # Token for token, with right drafts (VLLM_BATCH_INVARIANT is refused with trees).
+  export TRITON_F32_DEFAULT=ieee
+  fp32="--seeded --dtype float32 --backend TRITON_ATTN --max-num-seqs 64"
+  engine tree-plain-fp32 --method plain $fp32 --cache "$work/c-tree-plain-fp32"
+  engine tree-fp32 $tree $fp32 --texts tree-plain-fp32 --cache "$work/c-tree-fp32"
+) &
 # The floor of the parity below.
 engine plain2-invariant --method plain --invariant --backend TRITON_ATTN --cache "$work/c-plain2-i" &
 for method in plain uno; do

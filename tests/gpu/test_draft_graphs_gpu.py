@@ -123,13 +123,23 @@ def test_a_captured_launch_serves_any_plain_batch() -> None:
         assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
 
 
-def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [[], ["--tree", "8/8/16"]], ids=["linear", "tree"])
+def test_no_step_waits_for_the_gpu(tmp_path: Path, mode: list[str]) -> None:
     """vLLM's own check, over the worker's `execute_model` and `sample_tokens` with the draft in
     it, raises at any synchronising call and at copies that wait in the driver. Greedy decoding,
     then every kind of sampling parameter."""
     script = Path(__file__).parents[1] / "run_engine.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--work", str(tmp_path), "--name", "sync", "--sampled"],
+        [
+            sys.executable,
+            str(script),
+            "--work",
+            str(tmp_path),
+            "--name",
+            "sync",
+            "--sampled",
+            *mode,
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare import compare
+from compare import compare, same_seeded
 from gpu.report import late_compiles
 
 pytestmark = pytest.mark.gpu
@@ -39,12 +39,51 @@ def test_batch_invariant_greedy_is_identical(work: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reference", "other"),
-    [("plain", "uno"), ("plain", "kv32"), ("plain", "lora"), ("plain-eager", "uno-eager")],
+    [
+        ("plain", "uno"),
+        ("plain", "kv32"),
+        ("plain", "lora"),
+        ("plain-eager", "uno-eager"),
+        ("plain", "tree"),
+        ("plain", "tree-deep"),
+        ("plain", "tree-default"),
+    ],
 )
 def test_default_mode_parts_only_at_near_ties(work: Path, reference: str, other: str) -> None:
     parity = compare(work / f"{reference}.json", work / f"{other}.json")
     assert parity.widest_gap <= 0.05
     assert parity.distinct >= 0.6
+
+
+@pytest.mark.parametrize("name", ["tree", "tree-deep", "tree-default"])
+def test_trees_part_no_more_often_than_stock_drafts(work: Path, name: str) -> None:
+    """Among as many verify rows, up to chance: two deviations of a difference of two counts."""
+    floor = compare(work / "plain.json", work / "tree-ngram.json")
+    parity = compare(work / "plain.json", work / f"{name}.json")
+    assert parity.requests == floor.requests == 64
+    share = floor.equal / 64
+    assert parity.equal >= floor.equal - 2 * (2 * 64 * share * (1 - share)) ** 0.5
+
+
+def test_trees_have_plains_tokens_in_fp32(work: Path) -> None:
+    """Greedy and seeded, with top-k, top-p, min_p, logit_bias, penalties."""
+    plain, tree = work / "tree-plain-fp32.json", work / "tree-fp32.json"
+    parity = compare(plain, tree)
+    assert parity.equal == parity.requests == 64
+    assert set(same_seeded(plain, tree).values()) == {64}
+
+
+def test_deep_paths_were_walked(work: Path) -> None:
+    """Or the equalities show little of attention, noise and KV compaction."""
+    for name in ("tree-fp32", "tree-deep", "tree-default"):
+        assert min(result(work, name)["tau"].values()) >= 2.5, name
+
+
+def test_sampling_of_128_trees_holds_what_was_profiled(work: Path) -> None:
+    run = result(work, "tree-memory")
+    assert run["requests"] == 128 and run["rows"]["verify_rows"] == 128 * 33
+    # Logits of 4,224 rows in bf16, and two chunks of 1 GiB.
+    assert run["served"] <= run["profiled"] + 0.3 <= 3.6
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle-b4", "oracle-other", "oracle-warm"])
@@ -55,19 +94,21 @@ def test_replayed_graphs_draft_what_peft_does(work: Path, name: str) -> None:
     assert run["graphs"]["draft FULL"] > 0
 
 
-def test_row_zero_acceptance_in_bf16(work: Path) -> None:
-    for kind, row in result(work, "sampled")["row0"].items():
+@pytest.mark.parametrize("name", ["sampled", "tree-sampled"])
+def test_row_zero_acceptance_in_bf16(work: Path, name: str) -> None:
+    for kind, row in result(work, name)["row0"].items():
         assert row[0] >= 0.97, (kind, row)
 
 
-def test_every_decode_step_of_1_to_64_requests_runs_in_a_graph(work: Path) -> None:
-    graphs = result(work, "uno")["graphs"]
-    assert set(graphs) <= {"draft FULL", "verify FULL"}, graphs
+@pytest.mark.parametrize("name", ["uno", "tree", "tree-deep"])
+def test_every_decode_step_of_1_to_64_requests_runs_in_a_graph(work: Path, name: str) -> None:
+    graphs = result(work, name)["graphs"]
+    assert set(graphs) == {"draft FULL", "verify FULL"}, graphs
 
 
 def test_no_kernel_of_ours_compiles_after_start_up(work: Path) -> None:
     plain = set(late_compiles(work, "plain")) | set(late_compiles(work, "ngram"))
-    for name in ("uno", "sampled"):
+    for name in ("uno", "sampled", "tree", "tree-sampled"):
         assert set(late_compiles(work, name)) <= plain
 
 

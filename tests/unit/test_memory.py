@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peak import Peak
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_uno.memory import Footprint, footprint, sampling_peak
 
@@ -40,34 +40,12 @@ def test_line_leaves_out_what_is_not_there() -> None:
     assert line == "2.75 GiB beside the model: adapter 1.50, draft laws 1.00, buffers 0.25"
 
 
-class _Peak(TorchDispatchMode):
-    """Bytes of living results of every operation, and their maximum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.living: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        import weakref
-
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            storage = out.untyped_storage()
-            key = storage._cdata
-            if key not in self.living:
-                self.living[key] = storage.nbytes()
-                weakref.finalize(out, self.living.pop, key, None)
-            self.peak = max(self.peak, sum(self.living.values()))
-        return out
-
-
 @pytest.mark.parametrize("rows", [(20, 20, 25, 25), (512, 128, 576, 300), (64, 16, 20, 5)])
 def test_sampling_peak_by_formula(rows: tuple[int, int, int, int]) -> None:
     draft_rows, filtered, verify_rows, chunk = rows
     hidden, vocab = 8, 500
     like = torch.zeros(1, hidden, dtype=torch.bfloat16)
-    with _Peak() as seen, torch.inference_mode():
+    with Peak() as seen, torch.inference_mode():
         sampling_peak(
             lambda h: torch.empty(len(h), vocab, dtype=h.dtype),
             lambda h: torch.empty(len(h), vocab, dtype=h.dtype),
