@@ -169,8 +169,8 @@ def test_beam_search(uno: Engine, plain: dict[str, Any], prompts: list[list[int]
     assert [s.tokens for s in found] == plain["beams"]
 
 
-def test_verification_holds_two_chunks(uno: Engine, prompts: list[list[int]]) -> None:
-    """Of processed logits, as memory.sampling_peak says, whatever is asked for."""
+def test_verification_holds_one_chunk(uno: Engine, prompts: list[list[int]]) -> None:
+    """Of processed logits, whatever is asked for; memory.sampling_peak has room for two."""
     sampler = uno.runner.rejection_sampler
     vocab_size, chunk_rows = uno.runner.sampler.sampling_states.vocab_size, 40
     peaks, rows = [], []
@@ -189,8 +189,8 @@ def test_verification_holds_two_chunks(uno: Engine, prompts: list[list[int]]) ->
         uno.tokens(prompts, sampled(8))
     assert max(rows) > 4 * chunk_rows
     chunk = 4 * chunk_rows * vocab_size
-    small = 0.25 * chunk  # noise's block maxima, rows' numbers, logprobs
-    assert chunk < max(peaks) < 2 * chunk + small
+    # Beside it: noise's block maxima, rows' numbers, logprobs.
+    assert 0.8 * chunk < max(peaks) < 1.25 * chunk
 
 
 def test_a_custom_processor(prompts: list[list[int]]) -> None:
@@ -204,6 +204,6 @@ def test_a_custom_processor(prompts: list[list[int]]) -> None:
         )
     with engine(bundled_model(), TREE, **settings) as e:
         found = answers(e, prompts, names)
-        assert e.speculator.memory.needs_path[: len(names)].all()
+        assert e.speculator.memory.needs_path.sum() == len(names)
     for name in names:
         assert_same(found[name], want[name])

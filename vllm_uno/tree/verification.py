@@ -241,10 +241,10 @@ class TreeSampler:
                 batch.cu_num_logits[start : stop + 1] - first,
             )
             if max_logprobs != NO_LOGPROBS:
-                kept = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-                scored = processed if kept else logits[first:last]
-                logprobs.append(self._logprobs(scored, max_logprobs, target_tokens, rows))
-            del processed
+                if sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
+                    processed = logits[first:last]
+                logprobs.append(self._logprobs(processed, max_logprobs, target_tokens, rows))
+            del processed  # the next chunk's comes in its place
 
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled,
