@@ -522,7 +522,7 @@ def _campaign_jobs() -> list[list[str]]:
 
 
 def campaign(
-    folder: Path, *, tokens: int, eager: bool = False, jobs: int = 8
+    folder: Path, *, tokens: int, eager: bool = False, jobs: int = 11
 ) -> tuple[list[Report], list[str]]:
     """Run everything, at most `jobs` processes at a time.
 
@@ -617,7 +617,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         const=Path(tempfile.gettempdir()) / "uno-law",
         help="every setting, plain beside it, every sabotage, in processes; logs go to this folder",
     )
-    parser.add_argument("--jobs", type=int, default=8, help="processes of --campaign at a time")
+    parser.add_argument("--jobs", type=int, default=11, help="processes of --campaign at a time")
     parser.add_argument(
         "--models",
         type=Path,
