@@ -570,7 +570,7 @@ def main() -> None:
         if args.seeded:
             seeded(llm, runner, args, result)
     result["graphs"] = dict(counts)
-    plain_run = "tokens" in result and not (args.sleep or args.user_loras)
+    plain_run = "tokens" in result and not (args.sleep or args.user_loras or args.tree)
     if counts.get("verify FULL") and plain_run:
         result["verify_kernels"] = verify_kernels(runner)
     if args.method == "uno":
