@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from runner import uno_config
+
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -74,17 +76,7 @@ def arguments() -> argparse.Namespace:
 
 def uno_settings(setting: str) -> dict[str, Any]:
     """vLLM's speculative_config of "B", or of "B/K/V" for trees."""
-    block, *tree = (int(n) for n in setting.split("/"))
-    if not tree:
-        return {"method": "uno", "num_speculative_tokens": block}
-    top_k, nodes = tree
-    return {
-        "method": "uno",
-        "uno_mode": "tree",
-        "uno_block_size": block,
-        "uno_tree_top_k": top_k,
-        "num_speculative_tokens": nodes,
-    }
+    return uno_config(None, *(int(n) for n in setting.split("/")))
 
 
 def file_name(kind: str, setting: str) -> str:

@@ -14,24 +14,25 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "enforce_eager": True,
+    # The smallest that vLLM's CPU attention takes (16 is tested on the GPU).
+    "block_size": 32,
+    "seed": 0,
+}
+
 
 class Engine:
     """One in-process engine."""
 
     def __init__(self, model: Path, uno: dict[str, Any] | None = None, **settings: Any) -> None:
-        defaults: dict[str, Any] = {
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 512,
-            "enforce_eager": True,
-            # The smallest that vLLM's CPU attention takes (16 is tested on the GPU).
-            "block_size": 32,
-            "seed": 0,
-        }
         if uno is not None:
             settings["speculative_config"] = {"method": "uno", **uno}
-        self.llm = LLM(str(model), **(defaults | settings))
+        self.llm = LLM(str(model), **(SMALL | settings))
         core: Any = self.llm.llm_engine.engine_core
         self.scheduler = core.engine_core.scheduler
         self.runner = core.engine_core.model_executor.driver_worker.worker.model_runner

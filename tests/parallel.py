@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 import torch
+from engines import SMALL
 from probes import start_recording, take_records
 from serving import ask_all, client, random_request, serve, serve_client
 from vllm import LLM, SamplingParams
@@ -31,18 +32,8 @@ def workers(
     """An engine of this process over two tensor-parallel workers, each in its own."""
     if uno is not None:
         settings["speculative_config"] = {"method": "uno", **uno}
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 512,
-        "enforce_eager": True,
-        "block_size": 32,
-        "seed": 0,
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": backend,
-    }
-    llm = LLM(str(model), **(defaults | settings))
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
+    llm = LLM(str(model), **(SMALL | two | settings))
     try:
         yield llm
     finally:
