@@ -67,6 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--adapter-seed", type=int, default=0)
     parser.add_argument("--bundled", action="store_true", help="the bundled model and adapter")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--ray", action="store_true", help="Ray runs the workers")
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument(
         "--user-loras", action="store_true", help="two users' adapters in the batch"
@@ -139,6 +140,7 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
         }
     if args.tensor_parallel > 1:
         settings["tensor_parallel_size"] = args.tensor_parallel
+        settings["distributed_executor_backend"] = "ray" if args.ray else "mp"
     if args.enable_lora or args.user_loras:
         settings |= {"enable_lora": True, "max_loras": 2}
     if args.sleep:

@@ -43,6 +43,7 @@ def main() -> None:
         ("plain", "kv32"),
         ("plain", "lora"),
         ("plain", "ngram"),
+        ("plain", "ray"),
         ("plain-invariant", "plain2-invariant"),
         ("plain-invariant", "uno-invariant"),
         ("plain-eager", "uno-eager"),
