@@ -7,7 +7,7 @@ builds by default and hides torch that way, so the extension needs
     pip install --no-build-isolation .
 
 `VLLM_UNO_BUILD_EXT=0` leaves it out, `=1` makes its absence an error; `VLLM_UNO_CUDA_ARCHS`
-(CMake's syntax, such as `90a-real`) picks the GPU architectures.
+(CMake's syntax, such as `90-real`) picks the GPU architectures.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ SHAPE: dict[str, Any] = {
 }
 RANK = 128
 PAPER_TAU = {"4": 3.89, "8": 4.94, "16": 5.42, "16/32/32": 5.97}  # T = 1
-MEASURED_STEPS = 48
+MEASURED_STEPS, PROFILED_STEPS = 48, 8
 
 
 def arguments() -> argparse.Namespace:
@@ -177,6 +177,7 @@ def measure(args: argparse.Namespace) -> None:
             turn = take_turn(args.work) if args.engines else None
             times = []
             stages: dict[str, float] = {}
+            kernels: dict[str, list[float]] = {}
             for repeat in range(args.repeats + 1):
                 params = SamplingParams(temperature=1.0, max_tokens=900, ignore_eos=True)
                 ids = [f"b{serial + i}" for i in range(requests)]
@@ -190,7 +191,7 @@ def measure(args: argparse.Namespace) -> None:
                 for _ in range(8):
                     engine.step()
                 if repeat == args.repeats:
-                    stages = measure_stages(engine, runner)
+                    stages, kernels = measure_stages(engine, runner)
                 else:
                     if speculator is not None:
                         speculator.counters.reset()
@@ -213,6 +214,7 @@ def measure(args: argparse.Namespace) -> None:
                 row["tau"] = speculator.counters.snapshot().tokens_per_cycle
             result["rows"].append(row)
             print(args.run, setting, row, flush=True)
+            row["kernels"] = kernels
             if turn is not None:
                 turn.close()
     args.out.write_text(json.dumps(result))
@@ -234,14 +236,17 @@ def take_turn(folder: Path) -> IO[bytes]:
     return turn
 
 
-def measure_stages(engine: Any, runner: Any, steps: int = 24) -> dict[str, float]:
-    """Median milliseconds of each stage of a step, and the share of time without a kernel."""
+def measure_stages(
+    engine: Any, runner: Any, steps: int = 24
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Median milliseconds of each stage of a step, with the share of time without a kernel; the
+    kernels that take longest."""
     import statistics
 
     import torch
 
     if not torch.cuda.is_available():  # a try on a small machine
-        return {}
+        return {}, {}
     spans: dict[str, list[tuple[Any, Any]]] = {}
     undo = []
 
@@ -278,17 +283,22 @@ def measure_stages(engine: Any, runner: Any, steps: int = 24) -> dict[str, float
         for stage, pairs in spans.items()
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(8):
+        for _ in range(PROFILED_STEPS):
             engine.step()
         torch.cuda.synchronize()
-    found["idle share"] = idle_share(
-        [
-            (e.time_range.start, e.time_range.end)
-            for e in profile.events()
-            if e.device_type == torch.autograd.DeviceType.CUDA
-        ]
-    )
-    return found
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    found["idle share"] = idle_share([(e.time_range.start, e.time_range.end) for e in kernels])
+    return found, time_by_kernel(kernels, PROFILED_STEPS)
+
+
+def time_by_kernel(events: list[Any], steps: int, most: int = 40) -> dict[str, list[float]]:
+    """Of the kernels that take longest: milliseconds and launches a step, by name."""
+    totals: dict[str, list[float]] = {}
+    for event in events:
+        total = totals.setdefault(event.name[:120], [0.0, 0.0])
+        total[0] += (event.time_range.end - event.time_range.start) / 1e3 / steps
+        total[1] += 1 / steps
+    return dict(sorted(totals.items(), key=lambda item: -item[1][0])[:most])
 
 
 def idle_share(intervals: list[tuple[float, float]]) -> float:

@@ -7,11 +7,8 @@ projections), as one CUDA graph, by number of rows:
 
     base     cuBLAS alone: what plain vLLM's layers cost
     torch    the same plus the LoRA in plain PyTorch, as the draft view runs without the extension
-    fused    torch.ops.vllm_uno.uno_linear: base and LoRA, as the draft view runs (their sum for
-             many rows is left to what follows, and not in these figures)
-    stream   its one launch for few rows on Hopper GPUs
-    skinny   its one launch for few rows on others
-    side     A and B on a side stream beside the base product: its way for more rows
+    side     torch.ops.vllm_uno.uno_linear, as the draft view runs: A and B on a side stream beside
+             the base product (their sum is left to what follows, and not in these figures)
     expand   the base product, then B alone
     punica   base plus vLLM's own LoRA kernels (shrink and expand), one adapter on every row
 
@@ -34,12 +31,8 @@ from gpu_timing import capture, milliseconds
 
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_kernels import (
-    SKINNY_MAX_ROWS,
-    STREAM_MAX_ROWS,
     KernelLora,
     kernel_lora,
-    lora_beside,
-    sync_words,
 )
 from vllm_uno.lora_linear import add_lora
 
@@ -56,9 +49,6 @@ BLOCK = 8
 KINDS = (
     "base",
     "torch",
-    "fused",
-    "stream",
-    "skinny",
     "side",
     "expand",
     "punica",
@@ -90,8 +80,6 @@ def main() -> None:
         inputs = {c: torch.randn(rows, c, device="cuda", dtype=torch.bfloat16) for c, _ in SITES}
         graphs = {}
         for kind in args.kinds:
-            if rows > {"stream": STREAM_MAX_ROWS, "skinny": SKINNY_MAX_ROWS}.get(kind, rows):
-                continue
             try:
                 graphs[kind] = capture(functools.partial(run, layers, inputs, kind))
             except Exception as error:
@@ -134,7 +122,6 @@ class Site:
         kernel = kernel_lora(self.lora)
         assert kernel is not None
         self.kernel: KernelLora = kernel
-        self.sync = sync_words(kernel.a)
         # Punica: [adapters, rank, in] and [adapters, out, rank] for each slice.
         self.punica_a = [self.lora.a[RANK * i : RANK * (i + 1)][None] for i in range(len(widths))]
         self.punica_b = [b[None] for b in self.lora.b]
@@ -153,17 +140,9 @@ def run(layers: list[list[Site]], inputs: dict[int, torch.Tensor], kind: str) ->
         for site in layer:
             x = inputs[site.columns]
             k, lora = site.kernel, site.lora
-            rest = (k.a, k.b, k.end0, k.end1, BLOCK, site.sync)
-            if kind == "fused":
-                torch.ops.vllm_uno.uno_linear(x, site.weight, None, *rest)
-                continue
-            if kind in ("stream", "skinny"):
-                name = {"stream": "uno_linear_sm90", "skinny": "uno_linear_skinny"}[kind]
-                d = x.new_empty(x.shape[0], site.weight.shape[0])
-                getattr(torch.ops.vllm_uno, name)(x, site.weight, x.new_empty(0), *rest, d)
-                continue
             if kind == "side":
-                lora_beside(x, site.weight, None, *rest[:-1])
+                rest = (k.a, k.b, k.end0, k.end1, BLOCK)
+                torch.ops.vllm_uno.uno_linear(x, site.weight, None, *rest)
                 continue
             out = F.linear(x, site.weight)
             if kind == "expand":

@@ -7,10 +7,8 @@ adds d where the output is read anyway (in the activation, or the residual and n
 so the LoRA costs no pass over the output, and no launch between a base product and what follows
 it. All are functional, opaque to torch.compile, and trace with any number of rows:
 
-`torch.ops.vllm_uno.uno_linear`  plain weights: y and d. Few rows are one launch that computes y + d
-    and zeros: up to `STREAM_ROWS` on Hopper GPUs (csrc/cuda/uno_linear_sm90.cu), up to
-    `SKINNY_ROWS` on others (csrc/cuda/uno_linear.cu). Above, cuBLAS's base product, and beside it
-    on a side stream first A, then B.
+`torch.ops.vllm_uno.uno_linear`  plain weights: y and d. cuBLAS's base product, and beside it on a
+    side stream first A, then B (csrc/cuda/lora_expand.cu).
 `torch.ops.vllm_uno.lora_delta`  d alone, for any other base layer (a quantised one).
 
 Both have a plain PyTorch version: on the CPU, and as the oracle of their tests.
@@ -27,17 +25,10 @@ import torch.nn.functional as F
 from vllm_uno.adapter import LinearLora
 from vllm_uno.ops import extension_error, lora_shrink_reference
 
-# Rows that `uno_linear_skinny` and `uno_linear_sm90` take, and up to which they are the fastest way
-# (measured on an H200: docs/decisions.md has the table).
-SKINNY_MAX_ROWS, SKINNY_ROWS = 32, 16
-STREAM_MAX_ROWS, STREAM_ROWS = 64, 16
-# Columns of the output for each multiprocessor, at most, in `uno_linear_sm90`.
-_STREAM_COLUMNS = 256
 _RANKS = (64, 128, 256)
 _SLICES = 3
 _HALF = (torch.bfloat16, torch.float16)
-# Until the kernels have been run and measured on a GPU they must be asked for.
-SWITCH = "UNO_FUSED_LORA"
+SWITCH = "UNO_FUSED_LORA"  # "0" turns the kernels off, to see what they change
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +92,7 @@ def _all_slices(lora: LinearLora) -> list[tuple[int, int, int | None]]:
 
 
 def kernels_available(device: torch.device) -> bool:
-    """Whether the extension has CUDA kernels for this device, and they are asked for."""
+    """Whether the extension has CUDA kernels for this device, and they are not turned off."""
     return device.type == "cuda" and slow_path(device) is None
 
 
@@ -114,14 +105,9 @@ def slow_path(device: torch.device) -> str | None:
         return f"the compiled extension is not there ({error})"
     if not torch._C._dispatch_has_kernel_for_dispatch_key("vllm_uno::lora_expand_", "CUDA"):
         return "the extension was built without nvcc (reinstall with it: README, Install)"
-    if os.environ.get(SWITCH) != "1":
-        return f"the kernels are on trial, {SWITCH}=1 turns them on"
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 turns the kernels off"
     return None
-
-
-def sync_words(a: torch.Tensor) -> torch.Tensor:
-    """What the blocks of one layer's launches tell each other by; zero between them."""
-    return torch.zeros(2 + a.shape[0] // 8, dtype=torch.int32, device=a.device)
 
 
 def lora_delta_reference(
@@ -201,56 +187,12 @@ def lora_beside(
     return y, d
 
 
-def _streams(weight: torch.Tensor) -> bool:
-    """Whether `uno_linear_sm90` takes this layer."""
-    device = torch.cuda.get_device_properties(weight.device)
-    return (device.major, device.minor) == (9, 0) and (
-        weight.shape[0] <= _STREAM_COLUMNS * device.multi_processor_count
-    )
-
-
-def _uno_linear_cuda(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    end0: int,
-    end1: int,
-    block_size: int,
-    sync: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    streams = _streams(weight)
-    if x.shape[0] > (STREAM_ROWS if streams else SKINNY_ROWS):
-        return lora_beside(x, weight, bias, a, b, end0, end1, block_size)
-    one_launch = (
-        torch.ops.vllm_uno.uno_linear_sm90 if streams else torch.ops.vllm_uno.uno_linear_skinny
-    )
-    no_bias = x.new_empty(0) if bias is None else bias
-    d = x.new_empty(x.shape[0], b.shape[0])
-    return one_launch(x, weight, no_bias, a, b, end0, end1, block_size, sync, d), d
-
-
 def _lora_delta_cuda(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, end0: int, end1: int, block_size: int
 ) -> torch.Tensor:
     d = x.new_empty(x.shape[0], b.shape[0])
     # Which writes zeros to seed rows, whatever h holds there.
     return torch.ops.vllm_uno.lora_expand_(d, x @ a.t(), b, end0, end1, block_size)
-
-
-def _uno_linear_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    end0: int,
-    end1: int,
-    block_size: int,
-    sync: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return uno_linear_reference(x, weight, bias, a, b, end0, end1, block_size)
 
 
 def _uno_linear_fake(
@@ -267,13 +209,13 @@ def _lora_delta_fake(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: i
 _LIBRARY = torch.library.Library("vllm_uno", "FRAGMENT")
 _LIBRARY.define(
     "uno_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, int end0, int end1, "
-    "int block_size, Tensor sync) -> (Tensor, Tensor)"
+    "int block_size) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "lora_delta(Tensor x, Tensor a, Tensor b, int end0, int end1, int block_size) -> Tensor"
 )
-_LIBRARY.impl("uno_linear", _uno_linear_cpu, "CPU")
-_LIBRARY.impl("uno_linear", _uno_linear_cuda, "CUDA")
+_LIBRARY.impl("uno_linear", uno_linear_reference, "CPU")
+_LIBRARY.impl("uno_linear", lora_beside, "CUDA")
 _LIBRARY.impl("lora_delta", lora_delta_reference, "CPU")
 _LIBRARY.impl("lora_delta", _lora_delta_cuda, "CUDA")
 torch.library.register_fake("vllm_uno::uno_linear", _uno_linear_fake, lib=_LIBRARY)

@@ -25,7 +25,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
 from vllm_uno.adapter import LinearLora
-from vllm_uno.lora_kernels import kernel_lora, kernels_available, sync_words
+from vllm_uno.lora_kernels import kernel_lora, kernels_available
 from vllm_uno.ops import lora_shrink
 
 
@@ -127,7 +127,6 @@ class UnoLinearMethod(LinearMethodBase):
         if kernel is not None:
             layer.register_buffer("uno_a", kernel.a, persistent=False)
             layer.register_buffer("uno_b", kernel.b, persistent=False)
-            layer.register_buffer("uno_sync", sync_words(kernel.a), persistent=False)
             method.ends = (kernel.end0, kernel.end1)
         else:
             layer.register_buffer("uno_a", lora.a, persistent=False)
@@ -170,7 +169,6 @@ class UnoLinearMethod(LinearMethodBase):
                 layer.uno_b,
                 *self.ends,
                 self.block_size,
-                layer.uno_sync,
             )
             return out + delta
         out = self.base.apply(self.target, x, bias)

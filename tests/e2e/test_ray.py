@@ -1,4 +1,4 @@
-"""vLLM's Ray executor with UNO, on two GPUs or over Ray workers that stand in for them (ray_cpu.py)."""
+"""vLLM's Ray executor with UNO: on two GPUs, or over Ray workers that stand in for them."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ ops)
   python3 "$root/benchmarks/linear_kernels.py" --out "$work/linear_kernels.json"
   ;;
 cycle)
-  UNO_FUSED_LORA=1 python3 "$root/benchmarks/cycle_cost.py" --requests 1 8 64 \
+  python3 "$root/benchmarks/cycle_cost.py" --requests 1 8 64 \
     --context 128 4600 --settings 8 4 --out "$work/cycle_cost.json" 2>&1 | grep -v '^INFO\|it/s'
   ;;
 startup)
-  UNO_FUSED_LORA=1 python3 "$root/benchmarks/startup.py" --out "$work/startup.json"
+  python3 "$root/benchmarks/startup.py" --out "$work/startup.json"
   ;;
 sanitize)
   for tool in memcheck racecheck; do

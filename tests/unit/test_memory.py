@@ -18,9 +18,9 @@ def test_footprint_counts_each_storage_once() -> None:
     view.layer.register_buffer("uno_a", torch.zeros(8, 4, dtype=torch.bfloat16))
     view.layer.register_buffer("uno_b0", torch.zeros(4, 8, dtype=torch.bfloat16))
     view.layer.register_buffer("rotary", torch.zeros(100))
-    sync = torch.zeros(6, dtype=torch.int32)
-    view.register_buffer("uno_sync", sync)
-    view.layer.register_buffer("uno_sync", sync[:6])
+    shared = torch.zeros(6, dtype=torch.int32)
+    view.register_buffer("uno_shared", shared)
+    view.layer.register_buffer("uno_shared", shared[:6])
     laws = torch.zeros(3, 2, 50)
     owner = SimpleNamespace(
         ids=torch.zeros(7, dtype=torch.int64), name="x", laws=laws[1:], none=None
