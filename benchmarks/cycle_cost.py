@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,6 +63,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, nargs="+", default=[128, 4600])
     parser.add_argument("--settings", nargs="+", default=["8"], metavar="B[/K/V]")
+    parser.add_argument("--max-num-seqs", type=int, help="of the engines (default: most requests)")
+    parser.add_argument("--work", type=Path, help="keep the model here: the next start is warm")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("cycle_cost.json"))
@@ -70,7 +73,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wait-for", type=Path, help="begin to measure when this file exists")
     parser.add_argument("--engines", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--run", choices=("plain", "uno"), help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -155,7 +157,7 @@ def measure(args: argparse.Namespace) -> None:
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=max(args.context) + 1024,
-        max_num_seqs=max(args.requests),
+        max_num_seqs=args.max_num_seqs or max(args.requests),
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         enforce_eager=args.eager,
@@ -319,19 +321,25 @@ def main() -> None:
     if args.run:
         measure(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with nullcontext(args.work) if args.work else tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        write_adapter(work / "adapter", args.layers)
+        for old in work.glob("started-*"):
+            old.unlink()
+        if not (work / "adapter" / "uno_config.json").exists():
+            write_adapter(work / "adapter", args.layers)
         runs: dict[str, Any] = {}
         # Plain vLLM reads the first setting for its name alone.
         engines = [("plain", args.settings[0]), *(("uno", setting) for setting in args.settings)]
         started: list[subprocess.Popen[bytes]] = []
         for kind, setting in engines:
             out = work / file_name(kind, setting)
-            command = [sys.executable, __file__, "--run", kind, "--work", folder, "--out", str(out)]
+            command = [sys.executable, __file__, "--run", kind, "--work", str(work)]
+            command += ["--out", str(out)]
             command += ["--settings", setting, "--layers", str(args.layers)]
             command += ["--repeats", str(args.repeats), "--requests", *map(str, args.requests)]
             command += ["--context", *map(str, args.context)]
+            if args.max_num_seqs:
+                command += ["--max-num-seqs", str(args.max_num_seqs)]
             command += ["--eager"] if args.eager else []
             command += ["--wait-for", str(args.wait_for)] if args.wait_for is not None else []
             command += ["--engines", str(len(engines))] if args.side_by_side else []
