@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 
 @dataclass(frozen=True)
 class Parity:
@@ -37,7 +39,35 @@ def compare(reference: Path, other: Path) -> Parity:
 
 def same_seeded(reference: Path, other: Path) -> dict[str, int]:
     """By set of seeded requests (`run_engine.SEEDED`): requests with identical tokens."""
+    plain = json.loads(reference.read_text())["seeded"]
+    parted = seeded_partings(reference, other)
+    return {name: len(plain[name]) - len(parted[name]) for name in plain}
+
+
+def seeded_partings(reference: Path, other: Path) -> dict[str, dict[int, list[int]]]:
+    """By set of seeded requests, of each that differs: the tokens before the first difference."""
     plain, tokens = (json.loads(p.read_text())["seeded"] for p in (reference, other))
-    return {
-        name: sum(a == b for a, b in zip(plain[name], tokens[name], strict=True)) for name in plain
-    }
+    partings: dict[str, dict[int, list[int]]] = {}
+    for name in plain:
+        partings[name] = {}
+        for number, (mine, theirs) in enumerate(zip(plain[name], tokens[name], strict=True)):
+            if mine != theirs:
+                at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+                partings[name][number] = mine[:at]
+    return partings
+
+
+def filter_edge(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> float:
+    """How far apart the last token that top-k and top-p keep and the first they drop are.
+
+    Args:
+        logits: fp64 [V].
+
+    Returns:
+        Their difference in z / T. Within rounding, the two may change places.
+    """
+    ranked = (logits / temperature).sort(descending=True).values
+    before = ranked[:top_k].softmax(0).cumsum(0).roll(1)
+    before[0] = 0.0
+    kept = int((before < top_p).sum())
+    return float(ranked[kept - 1] - ranked[kept])

@@ -435,7 +435,7 @@ def verify_kernels(runner: Any, num_reqs: int = 8) -> list[str]:
 
     manager = runner.cudagraph_manager
     rows = num_reqs * runner.decode_query_len
-    desc = manager.dispatch(num_reqs, rows, runner.decode_query_len)
+    desc = manager.dispatch(num_reqs, rows, runner.decode_query_len, num_active_loras=0)
     assert desc.cg_mode.name == "FULL" and desc.num_tokens == rows, desc
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

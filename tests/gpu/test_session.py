@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare import compare, same_seeded
+import torch
+from compare import compare, filter_edge, seeded_partings
 from gpu.report import late_compiles
+from prompts import make_gpu_prompts
+from run_engine import SEEDED, VOCAB
 
 pytestmark = pytest.mark.gpu
 
@@ -70,13 +73,32 @@ def test_trees_have_plains_tokens_in_fp32(work: Path) -> None:
     plain, tree = work / "tree-plain-fp32.json", work / "tree-fp32.json"
     parity = compare(plain, tree)
     assert parity.equal == parity.requests == 64
-    assert set(same_seeded(plain, tree).values()) == {64}
+    for name, parted in seeded_partings(plain, tree).items():
+        assert len(parted) <= 2, name
+        for number, text in parted.items():
+            # Products of other shapes round otherwise: two tokens may change places at the
+            # filter's edge (seen once, 1.1e-6 apart: docs/decisions.md).
+            assert name == "top_k-top_p", (name, number)
+            params = SEEDED[name][number % len(SEEDED[name])]
+            logits = next_logits(work / "model-tree-plain-fp32", number, text)
+            assert filter_edge(logits, **params) < 1e-5, (name, number)
+
+
+def next_logits(model: Path, number: int, text: list[int]) -> torch.Tensor:
+    """fp64 [V] after a prompt of the session and what followed it."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor([make_gpu_prompts(VOCAB)[number] + text])
+    with torch.no_grad():
+        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(model).double()(ids).logits
+    return logits[0, -1]
 
 
 def test_deep_paths_were_walked(work: Path) -> None:
     """Or the equalities show little of attention, noise and KV compaction."""
-    for name in ("tree-fp32", "tree-deep", "tree-default"):
-        assert min(result(work, name)["tau"].values()) >= 2.5, name
+    # In bf16 nearly all requests part from plain's text at some near tie, and draft badly then.
+    for name, least in (("tree-fp32", 3.0), ("tree-deep", 2.3), ("tree-default", 2.3)):
+        assert min(result(work, name)["tau"].values()) >= least, name
 
 
 def test_sampling_of_128_trees_holds_what_was_profiled(work: Path) -> None:
