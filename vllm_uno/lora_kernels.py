@@ -9,15 +9,18 @@ it. All are functional, opaque to torch.compile, and trace with any number of ro
 
 `torch.ops.vllm_uno.uno_linear`  plain weights: y and d. cuBLAS's base product, and beside it on a
     side stream first A, then B (csrc/cuda/lora_expand.cu).
+`torch.ops.vllm_uno.uno_linear_sum`  their sum, for layers whose output is read in parts: no reader
+    would add d to v, and torch.compile makes three kernels of what is one without a LoRA.
 `torch.ops.vllm_uno.lora_delta`  d alone, for any other base layer (a quantised one).
 
-Both have a plain PyTorch version: on the CPU, and as the oracle of their tests.
+All have a plain PyTorch version: on the CPU, and as the oracle of their tests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,6 +190,29 @@ def lora_beside(
     return y, d
 
 
+def _uno_linear_sum_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    end0: int,
+    end1: int,
+    block_size: int,
+) -> torch.Tensor:
+    y, d = lora_beside(x, weight, bias, a, b, end0, end1, block_size)
+    return y.add_(d)
+
+
+def _uno_linear_sum_reference(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    y, d = uno_linear_reference(x, *rest)
+    return y + d
+
+
+def _uno_linear_sum_fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
 def _lora_delta_cuda(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, end0: int, end1: int, block_size: int
 ) -> torch.Tensor:
@@ -212,11 +238,18 @@ _LIBRARY.define(
     "int block_size) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
+    "uno_linear_sum(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, int end0, int end1, "
+    "int block_size) -> Tensor"
+)
+_LIBRARY.define(
     "lora_delta(Tensor x, Tensor a, Tensor b, int end0, int end1, int block_size) -> Tensor"
 )
 _LIBRARY.impl("uno_linear", uno_linear_reference, "CPU")
 _LIBRARY.impl("uno_linear", lora_beside, "CUDA")
+_LIBRARY.impl("uno_linear_sum", _uno_linear_sum_reference, "CPU")
+_LIBRARY.impl("uno_linear_sum", _uno_linear_sum_cuda, "CUDA")
 _LIBRARY.impl("lora_delta", lora_delta_reference, "CPU")
 _LIBRARY.impl("lora_delta", _lora_delta_cuda, "CUDA")
 torch.library.register_fake("vllm_uno::uno_linear", _uno_linear_fake, lib=_LIBRARY)
+torch.library.register_fake("vllm_uno::uno_linear_sum", _uno_linear_sum_fake, lib=_LIBRARY)
 torch.library.register_fake("vllm_uno::lora_delta", _lora_delta_fake, lib=_LIBRARY)

@@ -22,7 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    QKVParallelLinear,
+    UnquantizedLinearMethod,
+)
 
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_kernels import kernel_lora, kernels_available
@@ -161,15 +165,10 @@ class UnoLinearMethod(LinearMethodBase):
         # A subclass may do more than multiply by `weight`.
         weight = self.target.weight if type(self.base) is UnquantizedLinearMethod else None
         if weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
-            out, delta = torch.ops.vllm_uno.uno_linear(
-                x,
-                weight,
-                bias,
-                layer.uno_a,
-                layer.uno_b,
-                *self.ends,
-                self.block_size,
-            )
+            rest = (layer.uno_a, layer.uno_b, *self.ends, self.block_size)
+            if isinstance(self.target, QKVParallelLinear):
+                return torch.ops.vllm_uno.uno_linear_sum(x, weight, bias, *rest)
+            out, delta = torch.ops.vllm_uno.uno_linear(x, weight, bias, *rest)
             return out + delta
         out = self.base.apply(self.target, x, bias)
         return out + torch.ops.vllm_uno.lora_delta(

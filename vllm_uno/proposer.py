@@ -28,6 +28,7 @@ from vllm_uno.draft_graphs import (
     capture_draft_graphs,
     capture_sampling_graphs,
     covered_requests,
+    draft_graph_sizes,
 )
 from vllm_uno.draft_head import ReducedHead
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
@@ -256,9 +257,16 @@ class UnoProposer(DraftModelSpeculator):
                 support.min_cg_attn_backend,
             )
             full = False
+        shadow = copy.copy(self.vllm_config)
+        shadow.compilation_config = copy.copy(self.vllm_config.compilation_config)
+        shadow.compilation_config.cudagraph_capture_sizes = draft_graph_sizes(
+            self.vllm_config.compilation_config.cudagraph_capture_sizes or [],
+            self.block_size,
+            self.max_num_reqs,
+        )
         self.cudagraph_manager, self.sampling_graphs = (
             CudaGraphManager(
-                self.vllm_config,
+                shadow,
                 self.device,
                 CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
                 decode_query_len=self.block_size,

@@ -107,7 +107,8 @@ def test_operators_trace_with_any_number_of_rows() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         ends = (kernel.end0, kernel.end1)
         y, d = torch.ops.vllm_uno.uno_linear(x * 2, weight, None, kernel.a, kernel.b, *ends, 4)
-        return y + d + torch.ops.vllm_uno.lora_delta(x, kernel.a, kernel.b, *ends, 4) + 1
+        z = torch.ops.vllm_uno.uno_linear_sum(x, weight, None, kernel.a, kernel.b, *ends, 4)
+        return y + d + z + torch.ops.vllm_uno.lora_delta(x, kernel.a, kernel.b, *ends, 4) + 1
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -118,10 +119,8 @@ def test_operators_trace_with_any_number_of_rows() -> None:
 def test_operators_pass_opcheck() -> None:
     x, weight, kernel = case(9, [64, 32], [8, 8], 64, torch.bfloat16)
     rest = (kernel.a, kernel.b, kernel.end0, kernel.end1, 4)
-    torch.library.opcheck(
-        torch.ops.vllm_uno.uno_linear.default,
-        (x, weight, torch.randn(96).bfloat16(), *rest),
-    )
+    for op in (torch.ops.vllm_uno.uno_linear, torch.ops.vllm_uno.uno_linear_sum):
+        torch.library.opcheck(op.default, (x, weight, torch.randn(96).bfloat16(), *rest))
     torch.library.opcheck(torch.ops.vllm_uno.lora_delta.default, (x, *rest))
 
 
@@ -142,7 +141,7 @@ gpu_cases = st.fixed_dictionaries(
         "block": st.integers(1, 17),
         "dtype": st.sampled_from([torch.bfloat16, torch.float16]),
         "bias": st.booleans(),
-        "op": st.sampled_from(["uno_linear", "lora_delta"]),
+        "op": st.sampled_from(["uno_linear", "uno_linear_sum", "lora_delta"]),
     }
 )
 QKV = {
@@ -175,6 +174,8 @@ def run(
 ) -> torch.Tensor:
     """The layer's output by one of the operators, summed in fp32."""
     rest = (a, b, end0, end1, block)
+    if op == "uno_linear_sum":
+        return torch.ops.vllm_uno.uno_linear_sum(x, weight, bias, *rest).float()
     if op == "uno_linear":
         y, d = torch.ops.vllm_uno.uno_linear(x, weight, bias, *rest)
     else:
@@ -251,7 +252,7 @@ def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
 
 @pytest.mark.gpu
 @needs_cuda_kernel
-@pytest.mark.parametrize("op", ["uno_linear", "lora_delta"])
+@pytest.mark.parametrize("op", ["uno_linear", "uno_linear_sum", "lora_delta"])
 @pytest.mark.parametrize("rows", [8, 16, 30])
 def test_numbers_of_a_seed_row_stay_in_it(op: str, rows: int) -> None:
     x, weight, k = case(rows, [4096, 1024, 1024], [128] * 3, 4096, torch.bfloat16)

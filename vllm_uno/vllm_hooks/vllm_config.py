@@ -55,11 +55,16 @@ def _post_init(original: Any) -> Any:
 def extra_capture_sizes(
     block_size: int, verify_rows: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> list[int]:
-    """Token counts of uniform draft (n * B) and verify (n * (K + 1)) batches, ascending."""
+    """Token counts of uniform verify batches (n * (K + 1)), and of the largest draft (n * B).
+
+    Ascending. The draft pass has graphs of its own, made from the same list
+    (`draft_graphs.draft_graph_sizes`).
+    """
     limit = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
     counts = {1, 2, 4, max_num_seqs, *range(8, max_num_seqs + 1, 8)}
-    sizes = {n * rows for n in counts if n <= max_num_seqs for rows in (block_size, verify_rows)}
-    return sorted(size for size in sizes if size <= limit)
+    sizes = {n * verify_rows for n in counts if n <= max_num_seqs}
+    sizes.add(min(max_num_seqs, limit // block_size) * block_size)
+    return sorted(size for size in sizes if 0 < size <= limit)
 
 
 def _set_cudagraph_sizes(original: Any) -> Any:
