@@ -226,9 +226,7 @@ class Setting:
             q_seqlen=[rows] * requests,
             kv_seqlen=[self.context_len] * requests,
             kv_padding=self.context_len,
-        )
-        prefix.k_seqinfo.to(self.query.device)
-        prefix.q_seqinfo.to(self.query.device)
+        ).to(self.query.device)
         seen = torch.zeros(rows, rows, dtype=torch.bool, device=self.query.device)
         seen[:, 0] = True
         seen[1:, 1:] = self.visible
