@@ -71,6 +71,7 @@ def test_train_example(tmp_path: Path) -> None:
     assert in_vllm and float(in_vllm[1]) > float(tau[1]), out
 
 
+@pytest.mark.slow
 def test_offline_example() -> None:
     out = run("examples/offline.py")
     assert len(re.findall(r"^'.*' -> '.+' \(32 tokens\)$", out, re.MULTILINE)) == 2

@@ -76,7 +76,9 @@ def test_zeroing_a_kv_block_changes_output(model: Path, plain: dict[str, Any]) -
         pytest.param({"num_speculative_tokens": 16}, {}, id="B16"),
         pytest.param({}, {}, id="default"),
         pytest.param({"num_speculative_tokens": 4}, {"block_size": 64}, id="kv64"),
-        pytest.param({"num_speculative_tokens": 4}, {"block_size": 128}, id="kv128"),
+        pytest.param(
+            {"num_speculative_tokens": 4}, {"block_size": 128}, id="kv128", marks=pytest.mark.slow
+        ),
         pytest.param(
             {"num_speculative_tokens": 4, "draft_sample_method": "greedy"}, {}, id="greedy-draft"
         ),
