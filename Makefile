@@ -98,7 +98,7 @@ $(INSTALLED): $(DEPS) $(EXTENSION_SOURCES)
 	@$(PY) -c "from vllm_uno import ops; print('extension:', ops.extension_error() or 'built')"
 	touch $@
 
-# The CUDA sources as objects for Hopper: shows without a GPU, and without a CUDA build of torch,
+# The CUDA sources as objects, for the architectures of a release: shows without a GPU, and without a CUDA build of torch,
 # that they compile. Torch's stable-ABI headers are the same in its CPU wheel.
 cuda-objects: $(CUDA_OBJECTS)
 
@@ -106,7 +106,7 @@ build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh
 	$(NVCC) -optf build/cuda/flags -c $< -o $@
 
 # Include paths for nvcc. CUDA's own headers come with nvcc as a rule, and from pip where they do
-# not; cuBLAS headers from pip where a source needs them and they are missing.
+# not.
 build/cuda/flags: Makefile $(CUDA_SOURCES) $(DEPS)
 	@command -v $(NVCC) >/dev/null || { echo "cuda-objects: nvcc not found (set NVCC)" >&2; exit 1; }
 	@mkdir -p $(@D)
@@ -114,11 +114,9 @@ build/cuda/flags: Makefile $(CUDA_SOURCES) $(DEPS)
 	cuda=$$($(NVCC) --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p'); missing=; \
 	has cuda_runtime.h || for p in runtime crt cccl; do \
 	    missing="$$missing nvidia-cuda-$$p==$$cuda.*"; done; \
-	! grep -q 'include <cublas' $(CUDA_SOURCES) || has cublas_v2.h \
-	    || missing="$$missing nvidia-cublas==$${cuda%%.*}.*"; \
 	[ -z "$$missing" ] || $(PIP_INSTALL) --no-deps --target build/cuda/headers $$missing; \
 	torch=$$($(PY) -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"); \
-	{ echo "-gencode=arch=compute_90,code=sm_90 -std=c++17 -O3 -DUSE_CUDA"; \
+	{ echo "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90 -std=c++17 -O3 -DUSE_CUDA"; \
 	  echo "-DTORCH_TARGET_VERSION=0x020a000000000000 -isystem $$torch/include"; \
 	  for d in build/cuda/headers/nvidia/cu*/include; do \
 	      [ ! -d $$d ] || echo "-isystem $$d -isystem $$d/cccl"; done; \

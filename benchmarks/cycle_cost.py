@@ -73,7 +73,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wait-for", type=Path, help="begin to measure when this file exists")
     parser.add_argument("--engines", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--run", choices=("plain", "uno"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.max_num_seqs and args.max_num_seqs < max(args.requests):
+        parser.error("--max-num-seqs is less than the largest of --requests")
+    return args
 
 
 def uno_settings(setting: str) -> dict[str, Any]:
@@ -135,13 +138,13 @@ def measure(args: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    model = write_shape(args.work / "model", args.layers)
+    model = write_shape(args.work / f"model-{args.layers}", args.layers)
     settings: dict[str, Any] = {}
     setting = args.settings[0]
     if args.run == "uno":
         settings["speculative_config"] = {
             **uno_settings(setting),
-            "uno_lora_path": str(args.work / "adapter"),
+            "uno_lora_path": str(args.work / f"adapter-{args.layers}"),
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": PAPER_TAU.get(setting, 5.0),
         }
@@ -325,8 +328,8 @@ def main() -> None:
         work = Path(folder)
         for old in work.glob("started-*"):
             old.unlink()
-        if not (work / "adapter" / "uno_config.json").exists():
-            write_adapter(work / "adapter", args.layers)
+        if not (work / f"adapter-{args.layers}" / "uno_config.json").exists():
+            write_adapter(work / f"adapter-{args.layers}", args.layers)
         runs: dict[str, Any] = {}
         # Plain vLLM reads the first setting for its name alone.
         engines = [("plain", args.settings[0]), *(("uno", setting) for setting in args.settings)]

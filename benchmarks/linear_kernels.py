@@ -9,6 +9,7 @@ projections), as one CUDA graph, by number of rows:
     torch    the same plus the LoRA in plain PyTorch, as the draft view runs without the extension
     side     torch.ops.vllm_uno.uno_linear, as the draft view runs: A and B on a side stream beside
              the base product (their sum is left to what follows, and not in these figures)
+    sum      torch.ops.vllm_uno.uno_linear_sum, as the view's q, k and v run: the sum, too
     expand   the base product, then B alone
     punica   base plus vLLM's own LoRA kernels (shrink and expand), one adapter on every row
 
@@ -50,6 +51,7 @@ KINDS = (
     "base",
     "torch",
     "side",
+    "sum",
     "expand",
     "punica",
 )
@@ -140,9 +142,10 @@ def run(layers: list[list[Site]], inputs: dict[int, torch.Tensor], kind: str) ->
         for site in layer:
             x = inputs[site.columns]
             k, lora = site.kernel, site.lora
-            if kind == "side":
+            if kind in ("side", "sum"):
                 rest = (k.a, k.b, k.end0, k.end1, BLOCK)
-                torch.ops.vllm_uno.uno_linear(x, site.weight, None, *rest)
+                name = "uno_linear" if kind == "side" else "uno_linear_sum"
+                getattr(torch.ops.vllm_uno, name)(x, site.weight, None, *rest)
                 continue
             out = F.linear(x, site.weight)
             if kind == "expand":

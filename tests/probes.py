@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 
+from vllm_uno.lora_linear import slow_layers
+
 
 @dataclass(frozen=True)
 class DraftRecord:
@@ -69,6 +71,12 @@ def take_records(worker: Any) -> list[DraftRecord]:
     records = list(worker.uno_records)
     worker.uno_records.clear()
     return records
+
+
+def layers_without_kernels(worker: Any) -> int:
+    """Layers of the draft view whose LoRA runs in plain PyTorch; for `collective_rpc`."""
+    worker = getattr(worker, "worker", worker)
+    return len(slow_layers(worker.model_runner.speculator.model))
 
 
 def draft_block_size(worker: Any) -> int:

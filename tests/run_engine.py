@@ -24,7 +24,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from probes import draft_block_size, start_recording, take_records
+from probes import draft_block_size, layers_without_kernels, start_recording, take_records
 from quantised_models import quantise
 
 VOCAB = 2048
@@ -67,7 +67,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--adapter-seed", type=int, default=0)
     parser.add_argument("--bundled", action="store_true", help="the bundled model and adapter")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--ray", action="store_true", help="Ray runs the workers")
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument(
         "--user-loras", action="store_true", help="two users' adapters in the batch"
@@ -140,7 +139,6 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
         }
     if args.tensor_parallel > 1:
         settings["tensor_parallel_size"] = args.tensor_parallel
-        settings["distributed_executor_backend"] = "ray" if args.ray else "mp"
     if args.enable_lora or args.user_loras:
         settings |= {"enable_lora": True, "max_loras": 2}
     if args.sleep:
@@ -451,7 +449,7 @@ def relative_error(got: Any, want: Any) -> float:
 
 
 def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None:
-    """Worst relative error of the engine's draft logits against transformers + PEFT, fp32."""
+    """Worst relative error of the engine's draft logits against transformers + PEFT in fp32."""
     import torch
     from oracle import DraftOracle
     from prompts import make_prompts
@@ -460,6 +458,7 @@ def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None
     reference = DraftOracle(model, adapter)
     base = DraftOracle(model)
     block = llm.collective_rpc(draft_block_size)[0]
+    result["slow_layers"] = llm.collective_rpc(layers_without_kernels)
     llm.collective_rpc(start_recording)
     worst = worst_row0 = moved = 0.0
     for prompt in make_prompts(llm.llm_engine.model_config.get_vocab_size())[2:5]:

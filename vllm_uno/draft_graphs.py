@@ -114,33 +114,29 @@ def capture_sampling_graphs(
     return filter_scratch() if manager.graphs else []
 
 
-def draft_graph_sizes(capture_sizes: list[int], block_size: int, max_num_seqs: int) -> list[int]:
-    """Row counts to capture, by number of requests, out of what vLLM's list gives.
+def draft_graph_sizes(largest: int, block_size: int, max_num_seqs: int) -> list[int]:
+    """Row counts to capture: of every number of requests at first, then of every second, ...
 
-    Every count of requests would do with few graphs: a batch runs in the next larger one, and
-    its padding costs next to nothing while the GPU reads weights. So up to a quarter more
-    requests than there are, or an eighth where that makes more than 128 rows.
+    The draft pass has FULL graphs only, so it needs none of vLLM's own sizes. A batch runs in
+    the next larger graph; up to some 128 rows, where the GPU reads weights, padding is free.
 
     Args:
-        capture_sizes: token counts of the compilation config, ascending.
+        largest: token count that no graph may exceed.
         block_size: B.
 
     Returns:
-        Multiples of B, ascending; the largest that the list gives among them.
+        Multiples of B, ascending.
     """
-    largest = max(capture_sizes, default=0)
-    counts = {-(-size // block_size) for size in capture_sizes} | {max_num_seqs}
-    counts = {n for n in counts if n * block_size <= largest and n <= max_num_seqs}
-    sizes: list[int] = []
-    wanted = 1
-    while counts and wanted <= max(counts):
-        near = [
-            n for n in counts if 0 <= n - wanted <= wanted // (4 if n * block_size <= 128 else 8)
-        ]
-        chosen = max(near) if near else min(n for n in counts if n >= wanted)
-        sizes.append(chosen * block_size)
-        wanted = chosen + 1
-    return sizes
+    most = min(max_num_seqs, largest // block_size)
+    counts = {n for n in range(1, most + 1) if n % _step(n) == 0}
+    return [n * block_size for n in sorted(counts | {most} - {0})]
+
+
+def _step(num_reqs: int) -> int:
+    for step, limit in ((1, 4), (2, 16), (4, 64), (8, 128)):
+        if num_reqs <= limit:
+            return step
+    return 16
 
 
 def covered_requests(capture_sizes: list[int], rows: int, max_num_seqs: int) -> int:

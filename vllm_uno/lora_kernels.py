@@ -1,4 +1,4 @@
-"""The draft view's linear layers on a GPU: base product and row-gated LoRA by our own kernels.
+"""The draft view's linear layers on a GPU: the base product, and the row-gated LoRA beside it.
 
     y[n] = x[n] W^T + bias,    d[n] = (n % B != 0) (x[n] A^T)[slice] B^T
 
@@ -19,6 +19,7 @@ All have a plain PyTorch version: on the CPU, and as the oracle of their tests.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -31,7 +32,7 @@ from vllm_uno.ops import extension_error, lora_shrink_reference
 _RANKS = (64, 128, 256)
 _SLICES = 3
 _HALF = (torch.bfloat16, torch.float16)
-SWITCH = "UNO_FUSED_LORA"  # "0" turns the kernels off, to see what they change
+SWITCH = "UNO_FUSED_LORA"  # "0" turns the kernels off, to see what they change (operations.md)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,8 +55,8 @@ class KernelLora:
 def kernel_lora(lora: LinearLora) -> KernelLora | None:
     """The kernels' layout of a LoRA, or None where its shapes are not theirs.
 
-    Needs: bf16 or fp16; `in` a multiple of 64; slices of the output that end at multiples of 32;
-    at most three of them, gaps counted; ranks up to 256.
+    Needs: bf16 or fp16; slices of the output that end at multiples of 32; at most three of them,
+    gaps counted; ranks up to 256.
     """
     slices = _all_slices(lora)
     widest = max((high - low for low, high in lora.rank_slices), default=0)
@@ -64,7 +65,6 @@ def kernel_lora(lora: LinearLora) -> KernelLora | None:
         rank is None
         or len(slices) > _SLICES
         or lora.a.dtype not in _HALF
-        or lora.a.shape[1] % 64
         or any(stop % 32 for _, stop, _ in slices)
     ):
         return None
@@ -110,6 +110,19 @@ def slow_path(device: torch.device) -> str | None:
         return "the extension was built without nvcc (reinstall with it: README, Install)"
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 turns the kernels off"
+    failed = _launch_error(device)
+    return None if failed is None else f"the extension does not run on this GPU ({failed})"
+
+
+@functools.cache
+def _launch_error(device: torch.device) -> str | None:
+    """What a tiny launch raises: the library may hold no code for this GPU."""
+    h, b = (torch.zeros(n, _RANKS[0], dtype=torch.bfloat16, device=device) for n in (1, 32))
+    try:
+        torch.ops.vllm_uno.lora_expand_(h.new_empty(1, 32), h, b, 32, 32, 2)
+        torch.accelerator.synchronize(device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
     return None
 
 

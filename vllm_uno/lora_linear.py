@@ -3,12 +3,13 @@
     out[n] = base(x[n]) + (n % B != 0) * (x[n] @ A^T) @ B^T        (scale folded into B)
 
 Row n of the draft pass is a seed row where n % B == 0: it sees base weights only.
-The base method is called as it is, so quantised layers stay what they are; the
+The base method is called as it is, so quantised layers stay what they are (but for
+one that is cuBLAS's product and no more, which the kernels call themselves); the
 LoRA is added before a row-parallel layer's all-reduce.
 
 The A's of a packed layer (q, k and v; gate and up) are one matrix; each slice of
 the output has its own B. On a GPU the kernels of `lora_kernels` do the same, where
-the shapes are theirs, but for the sum, which they leave to what follows.
+the shapes are theirs, but for the sum, which they leave to what follows where they can.
 
 Either way the LoRA of a layer is one operator that torch.compile does not look into:
 what is left of the view's graph is what the target's is, kernel for kernel, and costs
@@ -22,15 +23,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vllm.model_executor.layers.linear import (
-    LinearMethodBase,
-    QKVParallelLinear,
-    UnquantizedLinearMethod,
-)
+from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
 
 from vllm_uno.adapter import LinearLora
 from vllm_uno.lora_kernels import kernel_lora, kernels_available
 from vllm_uno.ops import lora_shrink
+from vllm_uno.vllm_hooks.linear_api import is_plain_linear
 
 
 def add_lora(
@@ -118,6 +116,8 @@ class UnoLinearMethod(LinearMethodBase):
         self.out_slices = lora.out_slices
         self.rank_slices = lora.rank_slices
         self.block_size = block_size
+        # Elsewhere the base method makes the product: row 0 must come out as in verification.
+        self.plain = is_plain_linear(self.base)
         # None: do not count (a compiled forward never does).
         self.calls: int | None = None
         # Ends of the kernels' slices, where these kernels run.
@@ -162,8 +162,7 @@ class UnoLinearMethod(LinearMethodBase):
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         assert self.ends is not None
-        # A subclass may do more than multiply by `weight`.
-        weight = self.target.weight if type(self.base) is UnquantizedLinearMethod else None
+        weight = self.target.weight if self.plain else None
         if weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
             rest = (layer.uno_a, layer.uno_b, *self.ends, self.block_size)
             if isinstance(self.target, QKVParallelLinear):
@@ -187,3 +186,13 @@ class UnoLinearMethod(LinearMethodBase):
             [end for pair in self.rank_slices for end in pair],
             self.block_size,
         )
+
+
+def slow_layers(view: nn.Module) -> list[str]:
+    """Names of a view's layers whose LoRA runs without the kernels of `lora_kernels`."""
+    return [
+        name
+        for name, module in view.named_modules()
+        if isinstance(method := getattr(module, "quant_method", None), UnoLinearMethod)
+        and method.ends is None
+    ]

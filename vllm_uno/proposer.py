@@ -37,6 +37,7 @@ from vllm_uno.draft_sampling import HEAD_ROWS, DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.draft_vocab import read_draft_vocab
 from vllm_uno.lora_kernels import slow_path
+from vllm_uno.lora_linear import slow_layers
 from vllm_uno.memory import footprint, sampling_peak
 from vllm_uno.metrics import DraftCounters
 from vllm_uno.serving_stats import StepRecorder
@@ -152,6 +153,15 @@ class UnoProposer(DraftModelSpeculator):
         slow = slow_path(self.device)
         if slow is not None:
             logger.warning("UNO: the adapter runs in plain PyTorch, which is slow: %s", slow)
+        elif self.device.type == "cuda" and (layers := slow_layers(view)):
+            logger.warning(
+                "UNO: the adapter runs in plain PyTorch, which is slow, on %d of %d layers (%s, "
+                "...): kernels take bf16 or fp16, ranks up to 256 and at most three slices of a "
+                "layer's output, which end at multiples of 32",
+                len(layers),
+                len(loras),
+                layers[0],
+            )
         path = self.speculative_config.uno_draft_vocab
         if path is not None:
             self.reduced_head = ReducedHead(
@@ -260,7 +270,7 @@ class UnoProposer(DraftModelSpeculator):
         shadow = copy.copy(self.vllm_config)
         shadow.compilation_config = copy.copy(self.vllm_config.compilation_config)
         shadow.compilation_config.cudagraph_capture_sizes = draft_graph_sizes(
-            self.vllm_config.compilation_config.cudagraph_capture_sizes or [],
+            max(self.vllm_config.compilation_config.cudagraph_capture_sizes or [0]),
             self.block_size,
             self.max_num_reqs,
         )

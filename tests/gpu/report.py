@@ -40,10 +40,10 @@ def main() -> None:
     for reference, other in (
         ("plain", "plain2"),
         ("plain", "uno"),
+        ("plain", "uno-off"),
         ("plain", "kv32"),
         ("plain", "lora"),
         ("plain", "ngram"),
-        ("plain", "ray"),
         ("plain-invariant", "plain2-invariant"),
         ("plain-invariant", "uno-invariant"),
         ("plain-eager", "uno-eager"),

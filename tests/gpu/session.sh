@@ -48,6 +48,9 @@ for method in plain uno; do
     --cache "$work/c-$method-i" &
   engine "$method-eager" --method "$method" --eager --cache "$work/c-$method-e" &
 done
+# The kernels that add the LoRA take 16 bits only; the fp32 runs below are without them.
+engine oracle-kernels --oracle --cache "$work/c-oracle-kernels" &
+UNO_FUSED_LORA=0 engine uno-off --cache "$work/c-uno-off" &
 engine sampled --sampled --cache "$work/c-sampled" &
 engine lora --enable-lora --cache "$work/c-lora" &
 engine kv32 --kv-block-size 32 --cache "$work/c-kv32" &

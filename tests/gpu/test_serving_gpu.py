@@ -6,6 +6,7 @@ reads its verdict.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -119,6 +120,19 @@ def test_tensor_parallel(
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         end = kill_while_generating(llm, llm.collective_rpc(worker_pid)[1], PROMPTS)
     assert isinstance(end, RuntimeError), end
+
+
+@two_gpus
+def test_sliced_adapter_by_the_kernels(tmp_path: Path) -> None:
+    """Draft logits of two ranks in bf16, which the kernels take, against PEFT's."""
+    run_example(
+        "tests/run_engine.py", "--work", str(tmp_path), "--name", "tp", "--oracle",
+        "--tensor-parallel", "2",
+    )  # fmt: skip
+    run = json.loads((tmp_path / "tp.json").read_text())
+    assert run["slow_layers"] == [0, 0] and run["ranks_agree"] and run["oracle_blocks"] >= 9
+    assert run["adapter_moves"] >= 1.0
+    assert run["oracle_error"] <= 0.1 and run["oracle_row0"] <= 0.1
 
 
 @two_gpus

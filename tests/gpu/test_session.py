@@ -44,6 +44,7 @@ def test_batch_invariant_greedy_is_identical(work: Path) -> None:
     ("reference", "other"),
     [
         ("plain", "uno"),
+        ("plain", "uno-off"),
         ("plain", "kv32"),
         ("plain", "lora"),
         ("plain-eager", "uno-eager"),
@@ -114,6 +115,14 @@ def test_replayed_graphs_draft_what_peft_does(work: Path, name: str) -> None:
     assert run["oracle_blocks"] >= 9 and run["adapter_moves"] >= 1.0
     assert run["oracle_error"] <= 1e-3 and run["oracle_row0"] <= 1e-3
     assert run["graphs"]["draft FULL"] > 0
+
+
+def test_draft_logits_by_the_kernels(work: Path) -> None:
+    """bf16: wrong slices or a lost sum would be many times the rounding."""
+    run = result(work, "oracle-kernels")
+    assert run["slow_layers"] == [0] and run["oracle_blocks"] >= 9
+    assert run["adapter_moves"] >= 1.0
+    assert run["oracle_error"] <= 0.1 and run["oracle_row0"] <= 0.1
 
 
 @pytest.mark.parametrize("name", ["sampled", "tree-sampled"])

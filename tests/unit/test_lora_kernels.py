@@ -8,16 +8,20 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_uno import lora_kernels, ops
+from vllm_uno import lora_kernels, lora_linear, ops
 from vllm_uno.adapter import LinearLora
+from vllm_uno.draft_view import shallow_copy
 from vllm_uno.lora_kernels import (
     KernelLora,
     kernel_lora,
     lora_delta_reference,
     uno_linear_reference,
 )
-from vllm_uno.lora_linear import add_lora
+from vllm_uno.lora_linear import UnoLinearMethod, add_lora, slow_layers
 
 needs_cuda_kernel = pytest.mark.skipif(
     not torch.cuda.is_available()
@@ -79,7 +83,6 @@ def test_layout_means_what_the_adapter_does(
     [
         ([48], [8], 64, torch.bfloat16),
         ([64], [257], 64, torch.bfloat16),
-        ([64], [8], 96, torch.bfloat16),
         ([64], [8], 64, torch.float32),
         ([32, 32, 32, 32], [8, 8, 8, 8], 64, torch.bfloat16),
     ],
@@ -222,19 +225,25 @@ def test_kernels_match_the_oracle(found: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @needs_cuda_kernel
-@pytest.mark.parametrize("rows", [8, 16, 64, 72])
-def test_a_thousand_replays_under_a_poisoned_allocator(rows: int) -> None:
+@pytest.mark.parametrize("rows", [8, 64, 72])
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_thousand_replays_under_a_poisoned_allocator(rows: int, summed: bool) -> None:
     def layer(widths: list[int]) -> tuple[torch.Tensor, tuple[Any, ...]]:
         x, weight, k = case(rows, widths, [128] * len(widths), 4096, torch.bfloat16)
         return x.cuda(), (weight.cuda(), None, k.a.cuda(), k.b.cuda(), k.end0, k.end1, 8)
 
     # The same layer twice in a row: what the first made may still be in use.
     (x, qkv), (_, o) = layer([4096, 1024, 1024]), layer([4096])
-    op = torch.ops.vllm_uno.uno_linear
+
+    def op(*args: Any) -> torch.Tensor:
+        if summed:
+            return torch.ops.vllm_uno.uno_linear_sum(*args)
+        y, d = torch.ops.vllm_uno.uno_linear(*args)
+        return y + d
 
     def layers() -> torch.Tensor:
-        first, again = (sum(op(x, *qkv)) for _ in range(2))
-        return sum(op((first + again)[:, :4096].contiguous(), *o))
+        first, again = (op(x, *qkv) for _ in range(2))
+        return op((first + again)[:, :4096].contiguous(), *o)
 
     want = layers()
     torch.cuda.synchronize()
@@ -268,6 +277,7 @@ def test_numbers_of_a_seed_row_stay_in_it(op: str, rows: int) -> None:
 def test_the_switch_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_kernels, "extension_error", lambda: None)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *names: True)
+    monkeypatch.setattr(lora_kernels, "_launch_error", lambda device: None)
     gpu = torch.device("cuda")
     monkeypatch.delenv(lora_kernels.SWITCH, raising=False)
     assert lora_kernels.kernels_available(gpu)
@@ -275,3 +285,66 @@ def test_the_switch_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(lora_kernels.SWITCH, "0")
     assert not lora_kernels.kernels_available(gpu)
     assert lora_kernels.SWITCH in str(lora_kernels.slow_path(gpu))
+    monkeypatch.delenv(lora_kernels.SWITCH)
+    monkeypatch.setattr(lora_kernels, "_launch_error", lambda device: "no kernel image")
+    assert "no kernel image" in str(lora_kernels.slow_path(gpu))
+
+
+class FakeQkv(QKVParallelLinear):
+    """Weight and base method of a packed layer, without vLLM's parallel state."""
+
+    def __init__(self, weight: torch.Tensor, method: object) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.quant_method = method
+
+
+class FakeLinear(nn.Module):
+    def __init__(self, weight: torch.Tensor, method: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.quant_method = method
+
+
+class OtherMethod(UnquantizedLinearMethod):
+    """More than a product."""
+
+    def __init__(self) -> None:
+        pass
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight, bias) * 2
+
+
+@pytest.mark.parametrize("base", ["plain", "other"])
+@pytest.mark.parametrize("kind", [FakeQkv, FakeLinear])
+def test_layers_add_the_lora_by_the_kernels(
+    kind: type[FakeLinear], base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the operators' CPU versions, over base methods that are a product and more than one."""
+    monkeypatch.setattr(lora_linear, "kernels_available", lambda device: True)
+    method = OtherMethod() if base == "other" else object.__new__(UnquantizedLinearMethod)
+    if base == "plain":
+        method._gemm_impl = default_unquantized_gemm
+    lora = make_lora([64, 32, 32], [8, 3, None], 48, torch.bfloat16)
+    weight = (torch.randn(128, 48) / 7).bfloat16()
+    target = kind(weight, method)
+    layer = shallow_copy(target)
+    UnoLinearMethod.attach(layer, target, lora, 4)
+    assert layer.quant_method.ends is not None and layer.quant_method.plain == (base == "plain")
+    assert slow_layers(layer) == []
+    x, bias = torch.randn(12, 48).bfloat16(), torch.randn(128).bfloat16()
+    out = method.apply(target, x, bias)
+    rest = (lora.a, list(lora.b), lora.out_slices, lora.rank_slices, 4)
+    got, want = layer.quant_method.apply(layer, x, bias), add_lora(out, x, *rest)
+    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=4e-2)
+    assert torch.equal(got[::4], out[::4])
+    assert bool((got[:, :96] != out[:, :96]).any()) and torch.equal(got[:, 96:], out[:, 96:])
+
+
+def test_layers_without_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_linear, "kernels_available", lambda device: True)
+    target = FakeLinear(torch.zeros(48, 64).bfloat16(), OtherMethod())
+    layer = shallow_copy(target)
+    UnoLinearMethod.attach(layer, target, make_lora([48], [8], 64, torch.bfloat16), 4)
+    assert slow_layers(nn.ModuleDict({"proj": layer})) == ["proj"]

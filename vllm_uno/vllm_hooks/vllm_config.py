@@ -57,7 +57,7 @@ def extra_capture_sizes(
 ) -> list[int]:
     """Token counts of uniform verify batches (n * (K + 1)), and of the largest draft (n * B).
 
-    Ascending. The draft pass has graphs of its own, made from the same list
+    Ascending. The draft pass has sizes of its own, up to the largest of these
     (`draft_graphs.draft_graph_sizes`).
     """
     limit = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
