@@ -98,15 +98,14 @@ $(INSTALLED): $(DEPS) $(EXTENSION_SOURCES)
 	@$(PY) -c "from vllm_uno import ops; print('extension:', ops.extension_error() or 'built')"
 	touch $@
 
-# The CUDA sources as objects, for the architectures of a release: shows without a GPU, and without a CUDA build of torch,
-# that they compile. Torch's stable-ABI headers are the same in its CPU wheel.
+# The CUDA sources as objects, for the architectures of a release: shows without a GPU, and without
+# a CUDA build of torch, that they compile. Torch's stable-ABI headers are the same in its CPU wheel.
 cuda-objects: $(CUDA_OBJECTS)
 
 build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh) build/cuda/flags
 	$(NVCC) -optf build/cuda/flags -c $< -o $@
 
-# Include paths for nvcc. CUDA's own headers come with nvcc as a rule, and from pip where they do
-# not.
+# Include paths for nvcc. CUDA's own headers come with it as a rule, from pip where they do not.
 build/cuda/flags: Makefile $(CUDA_SOURCES) $(DEPS)
 	@command -v $(NVCC) >/dev/null || { echo "cuda-objects: nvcc not found (set NVCC)" >&2; exit 1; }
 	@mkdir -p $(@D)

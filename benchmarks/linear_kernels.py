@@ -31,10 +31,7 @@ import torch.nn.functional as F
 from gpu_timing import capture, milliseconds
 
 from vllm_uno.adapter import LinearLora
-from vllm_uno.lora_kernels import (
-    KernelLora,
-    kernel_lora,
-)
+from vllm_uno.lora_kernels import KernelLora, kernel_lora
 from vllm_uno.lora_linear import add_lora
 
 LAYERS = 36

@@ -23,6 +23,11 @@ class Parity:
     distinct: float
 
 
+def first_difference(mine: list[int], theirs: list[int]) -> int:
+    """Where two unequal texts of one length part."""
+    return next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+
+
 def compare(reference: Path, other: Path) -> Parity:
     plain = json.loads(reference.read_text())
     tokens = json.loads(other.read_text())["tokens"]
@@ -31,8 +36,7 @@ def compare(reference: Path, other: Path) -> Parity:
         if mine == theirs:
             equal += 1
             continue
-        at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-        widest = max(widest, gaps[at])
+        widest = max(widest, gaps[first_difference(mine, theirs)])
     distinct = min(len(set(t)) / len(t) for t in plain["tokens"])
     return Parity(len(tokens), equal, widest, distinct)
 
@@ -52,8 +56,7 @@ def seeded_partings(reference: Path, other: Path) -> dict[str, dict[int, list[in
         partings[name] = {}
         for number, (mine, theirs) in enumerate(zip(plain[name], tokens[name], strict=True)):
             if mine != theirs:
-                at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-                partings[name][number] = mine[:at]
+                partings[name][number] = mine[: first_difference(mine, theirs)]
     return partings
 
 

@@ -217,6 +217,16 @@ def answers(
     return {name: Answer.of(output) for name, output in zip(names, outputs, strict=True)}
 
 
+def draft_answers(
+    e: Engine, prompts: list[list[int]], names: Sequence[str] = (*GRAMMARS, *PARAMETERS)
+) -> dict[str, Answer]:
+    """`answers` of an engine that drafts, and well enough to show something."""
+    e.speculator.counters.reset()
+    found = answers(e, prompts, names)
+    assert e.speculator.counters.snapshot().tokens_per_cycle > 2, "drafts must be accepted"
+    return found
+
+
 def free_blocks(e: Engine) -> int:
     return e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 

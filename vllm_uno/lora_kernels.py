@@ -203,27 +203,18 @@ def lora_beside(
     return y, d
 
 
-def _uno_linear_sum_cuda(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    end0: int,
-    end1: int,
-    block_size: int,
-) -> torch.Tensor:
-    y, d = lora_beside(x, weight, bias, a, b, end0, end1, block_size)
+def _uno_linear_sum_cuda(*layer: Any) -> torch.Tensor:
+    y, d = lora_beside(*layer)
     return y.add_(d)
 
 
-def _uno_linear_sum_reference(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    y, d = uno_linear_reference(x, *rest)
+def _uno_linear_sum_reference(*layer: Any) -> torch.Tensor:
+    y, d = uno_linear_reference(*layer)
     return y + d
 
 
-def _uno_linear_sum_fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _uno_linear_sum_fake(*layer: Any) -> torch.Tensor:
+    return _uno_linear_fake(*layer)[0]
 
 
 def _lora_delta_cuda(

@@ -59,15 +59,15 @@ struct Traits<__half> {
   }
 };
 
-// Two products over 32 elements of K. `top`, `bottom`: 16 bytes of weight rows g and g + 8;
-// `x`: 16 bytes of x's row g, at the same K.
+// Two products over 32 elements of K. `top`, `bottom`: 16 bytes of h's rows g and g + 8; `column`:
+// 16 bytes of the row of B that makes column g, at the same K.
 template <typename T>
 __device__ __forceinline__ void multiply(float (&c)[4], const uint4& top, const uint4& bottom,
-                                         const uint4& x) {
+                                         const uint4& column) {
   const uint32_t first[4] = {top.x, bottom.x, top.y, bottom.y};
   const uint32_t second[4] = {top.z, bottom.z, top.w, bottom.w};
-  Traits<T>::mma(c, first, x.x, x.y);
-  Traits<T>::mma(c, second, x.z, x.w);
+  Traits<T>::mma(c, first, column.x, column.y);
+  Traits<T>::mma(c, second, column.z, column.w);
 }
 
 template <typename T>

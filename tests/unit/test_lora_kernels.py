@@ -165,18 +165,9 @@ def poison() -> None:
 
 
 def run(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    end0: int,
-    end1: int,
-    block: int,
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
 ) -> torch.Tensor:
     """The layer's output by one of the operators, summed in fp32."""
-    rest = (a, b, end0, end1, block)
     if op == "uno_linear_sum":
         return torch.ops.vllm_uno.uno_linear_sum(x, weight, bias, *rest).float()
     if op == "uno_linear":

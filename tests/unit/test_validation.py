@@ -81,6 +81,15 @@ def refusal(config):
     return str(error.value)
 
 
+def refusal_of_trees(config):
+    """Of what linear mode serves."""
+    validate(config)
+    change(config, "speculative_config.uno_mode", "tree")
+    message = refusal(config)
+    assert "set uno_mode to 'linear'" in message
+    return message
+
+
 def test_a_plain_configuration_is_served(config):
     validate(config)
 
@@ -125,26 +134,17 @@ def test_settings_in_the_way(config, path, value, texts):
 
 def test_sampling_masks_of_trees(config):
     change(config, "model_config.return_sampling_mask", True)
-    validate(config)
-    change(config, "speculative_config.uno_mode", "tree")
-    message = refusal(config)
-    assert "return_sampling_mask" in message and "set uno_mode to 'linear'" in message
+    assert "return_sampling_mask" in refusal_of_trees(config)
 
 
 def test_batch_invariance_with_trees(config, monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    validate(config)
-    change(config, "speculative_config.uno_mode", "tree")
-    message = refusal(config)
-    assert "VLLM_BATCH_INVARIANT" in message and "set uno_mode to 'linear'" in message
+    assert "VLLM_BATCH_INVARIANT" in refusal_of_trees(config)
 
 
 def test_quantised_kv_caches_of_trees(config):
     change(config, "cache_config.cache_dtype", "fp8")
-    validate(config)
-    change(config, "speculative_config.uno_mode", "tree")
-    message = refusal(config)
-    assert "kv_cache_dtype=fp8" in message and "set uno_mode to 'linear'" in message
+    assert "kv_cache_dtype=fp8" in refusal_of_trees(config)
 
 
 def test_rows_of_a_tree_s_draft(config):
