@@ -81,7 +81,7 @@ def start(args: argparse.Namespace) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def measure(args: argparse.Namespace, method: str, caches: Path) -> dict[str, float]:
+def measure(args: argparse.Namespace, method: str, caches: Path, kind: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--run", method, "--work", str(args.work)]
     command += ["--block-size", str(args.block_size), "--max-num-seqs", str(args.max_num_seqs)]
     environment = {
@@ -94,6 +94,7 @@ def measure(args: argparse.Namespace, method: str, caches: Path) -> dict[str, fl
     began = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     log = done.stdout + done.stderr
+    args.out.with_name(f"{args.out.stem}-{method}-{kind}.log").write_text(log)
     told = re.search(r"STARTED ([\d.]+)", log)
     if done.returncode or told is None:
         raise SystemExit(f"{method} did not start:\n{log[-6000:]}")
@@ -128,7 +129,7 @@ def main() -> None:
         write_adapter(args.work / "adapter", args.layers)
         for method in args.methods:
             for kind in ("cold", "warm"):
-                found = measure(args, method, args.work / method)
+                found = measure(args, method, args.work / method, kind)
                 table.setdefault(method, {})[kind] = found
                 args.out.write_text(json.dumps(table, indent=1) + "\n")
                 parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items())

@@ -115,10 +115,11 @@ def capture_sampling_graphs(
 
 
 def draft_graph_sizes(largest: int, block_size: int, max_num_seqs: int) -> list[int]:
-    """Row counts to capture: of every number of requests at first, then of every second, ...
+    """Row counts to capture: of 1, 2 and 4 requests, then of every fourth number, ...
 
     The draft pass has FULL graphs only, so it needs none of vLLM's own sizes. A batch runs in
     the next larger graph; up to some 128 rows, where the GPU reads weights, padding is free.
+    A graph of an 8B model takes 90 ms of every start.
 
     Args:
         largest: token count that no graph may exceed.
@@ -128,15 +129,8 @@ def draft_graph_sizes(largest: int, block_size: int, max_num_seqs: int) -> list[
         Multiples of B, ascending.
     """
     most = min(max_num_seqs, largest // block_size)
-    counts = {n for n in range(1, most + 1) if n % _step(n) == 0}
-    return [n * block_size for n in sorted(counts | {most} - {0})]
-
-
-def _step(num_reqs: int) -> int:
-    for step, limit in ((1, 4), (2, 16), (4, 64), (8, 128)):
-        if num_reqs <= limit:
-            return step
-    return 16
+    counts = {1, 2, *range(4, 65, 4), *range(72, 129, 8), *range(160, most, 32), most}
+    return [n * block_size for n in sorted(counts) if 0 < n <= most]
 
 
 def covered_requests(capture_sizes: list[int], rows: int, max_num_seqs: int) -> int:

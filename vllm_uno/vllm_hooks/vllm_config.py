@@ -53,18 +53,25 @@ def _post_init(original: Any) -> Any:
 
 
 def extra_capture_sizes(
-    block_size: int, verify_rows: int, max_num_seqs: int, max_num_batched_tokens: int
+    largest: int, block_size: int, verify_rows: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> list[int]:
-    """Token counts of uniform verify batches (n * (K + 1)), and of the largest draft (n * B).
+    """Sizes beyond vLLM's own: uniform verify batches (n * (K + 1)), the largest draft (n * B).
 
-    Ascending. The draft pass has sizes of its own, up to the largest of these
+    Few, since each is captured twice, for mixed batches as well. Up to `largest` vLLM rounds its
+    sizes to whole requests itself. The draft pass has sizes of its own, up to the largest of these
     (`draft_graphs.draft_graph_sizes`).
+
+    Args:
+        largest: of vLLM's own sizes.
+
+    Returns:
+        Ascending.
     """
     limit = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
-    counts = {1, 2, 4, max_num_seqs, *range(8, max_num_seqs + 1, 8)}
+    counts = {max_num_seqs, *range(8, 65, 8), *range(80, 129, 16), *range(160, max_num_seqs, 32)}
     sizes = {n * verify_rows for n in counts if n <= max_num_seqs}
     sizes.add(min(max_num_seqs, limit // block_size) * block_size)
-    return sorted(size for size in sizes if 0 < size <= limit)
+    return sorted(size for size in sizes if largest < size <= limit)
 
 
 def _set_cudagraph_sizes(original: Any) -> Any:
@@ -85,6 +92,7 @@ def _set_cudagraph_sizes(original: Any) -> Any:
         ):
             return
         extra = extra_capture_sizes(
+            max(compilation.cudagraph_capture_sizes),
             spec.block_size,
             spec.num_speculative_tokens + 1,
             self.scheduler_config.max_num_seqs,
