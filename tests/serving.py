@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -25,6 +26,8 @@ from vllm_uno.bundled import as_chat, bundled_model, problems
 OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8"]
 OPTIONS += ["--max-num-batched-tokens", "256", "--block-size", "32", "--enforce-eager"]
 OPTIONS += ["--seed", "0", "--served-model-name", "bundled"]
+if torch.cuda.is_available():
+    OPTIONS += ["--gpu-memory-utilization", "0.2"]  # two servers share a GPU
 # No whitespace without end: a model that knows no JSON likes it best.
 OPTIONS += ["--structured-outputs-config"]
 OPTIONS += ['{"backend": "xgrammar", "disable_any_whitespace": true}']
