@@ -227,13 +227,15 @@ class Setting:
             kv_seqlen=[self.context_len] * requests,
             kv_padding=self.context_len,
         ).to(self.query.device)
-        seen = torch.zeros(rows, rows, dtype=torch.bool, device=self.query.device)
+        # Its kernel wants rows of the bias to begin at multiples of eight elements.
+        seen = torch.zeros(rows, -(-rows // 8) * 8, dtype=torch.bool, device=self.query.device)
         seen[:, 0] = True
-        seen[1:, 1:] = self.visible
+        seen[1:, 1:rows] = self.visible
         bias = torch.where(seen, 0.0, float("-inf")).to(self.query.dtype)
-        return prefix, bias
+        return prefix, bias[:, :rows]
 
     def xformers(self, layer: int) -> torch.Tensor:
+        from xformers.ops.fmha.triton_splitk import FwOp
         from xformers.ops.tree_attention import tree_attention
 
         context_keys, keys, context_values, values = self._dense[layer]
@@ -243,7 +245,9 @@ class Setting:
             t.expand(-1, -1, -1, group, -1) for t in (keys, values, context_keys, context_values)
         )
         query = self.query.view(requests, self.batch.max_rows, KV_HEADS, group, DIM)
-        return tree_attention(query, *shared, bias, prefix)
+        # Its own Triton kernel by name: the choice that 0.0.35 makes by itself (this kernel, up to
+        # 64 requests) fails on Python 3.12, for an isinstance() with a frozenset.
+        return tree_attention(query, *shared, bias, prefix, prefix_op=FwOp, suffix_op=FwOp)
 
 
 def over_layers(work: Callable[[int], torch.Tensor], layers: int) -> None:
