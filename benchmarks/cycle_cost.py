@@ -183,6 +183,7 @@ def measure(args: argparse.Namespace) -> None:
             times = []
             stages: dict[str, float] = {}
             kernels: dict[str, list[float]] = {}
+            gaps: dict[str, list[float]] = {}
             for repeat in range(args.repeats + 1):
                 params = SamplingParams(temperature=1.0, max_tokens=900, ignore_eos=True)
                 ids = [f"b{serial + i}" for i in range(requests)]
@@ -196,7 +197,7 @@ def measure(args: argparse.Namespace) -> None:
                 for _ in range(8):
                     engine.step()
                 if repeat == args.repeats:
-                    stages, kernels = measure_stages(engine, runner)
+                    stages, kernels, gaps = measure_stages(engine, runner)
                 else:
                     if speculator is not None:
                         speculator.counters.reset()
@@ -219,7 +220,7 @@ def measure(args: argparse.Namespace) -> None:
                 row["tau"] = speculator.counters.snapshot().tokens_per_cycle
             result["rows"].append(row)
             print(args.run, setting, row, flush=True)
-            row["kernels"] = kernels
+            row |= {"kernels": kernels, "gaps": gaps}
             if turn is not None:
                 turn.close()
     args.out.write_text(json.dumps(result))
@@ -243,15 +244,15 @@ def take_turn(folder: Path) -> IO[bytes]:
 
 def measure_stages(
     engine: Any, runner: Any, steps: int = 24
-) -> tuple[dict[str, float], dict[str, list[float]]]:
+) -> tuple[dict[str, float], dict[str, list[float]], dict[str, list[float]]]:
     """Median milliseconds of each stage of a step, with the share of time without a kernel; the
-    kernels that take longest."""
+    kernels that take longest; where no kernel runs for longest."""
     import statistics
 
     import torch
 
     if not torch.cuda.is_available():  # a try on a small machine
-        return {}, {}
+        return {}, {}, {}
     spans: dict[str, list[tuple[Any, Any]]] = {}
     undo = []
 
@@ -293,7 +294,7 @@ def measure_stages(
         torch.cuda.synchronize()
     kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     found["idle share"] = idle_share([(e.time_range.start, e.time_range.end) for e in kernels])
-    return found, time_by_kernel(kernels, PROFILED_STEPS)
+    return found, time_by_kernel(kernels, PROFILED_STEPS), gaps_by_place(kernels, PROFILED_STEPS)
 
 
 def time_by_kernel(events: list[Any], steps: int, most: int = 40) -> dict[str, list[float]]:
@@ -303,6 +304,21 @@ def time_by_kernel(events: list[Any], steps: int, most: int = 40) -> dict[str, l
         total = totals.setdefault(event.name[:120], [0.0, 0.0])
         total[0] += (event.time_range.end - event.time_range.start) / 1e3 / steps
         total[1] += 1 / steps
+    return dict(sorted(totals.items(), key=lambda item: -item[1][0])[:most])
+
+
+def gaps_by_place(events: list[Any], steps: int, most: int = 15) -> dict[str, list[float]]:
+    """Of the places where no kernel runs: milliseconds and times a step, by "after > before"."""
+    totals: dict[str, list[float]] = {}
+    last = None
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        if last is not None and event.time_range.start > last.time_range.end:
+            place = f"{last.name[:60]} > {event.name[:60]}"
+            total = totals.setdefault(place, [0.0, 0.0])
+            total[0] += (event.time_range.start - last.time_range.end) / 1e3 / steps
+            total[1] += 1 / steps
+        if last is None or event.time_range.end > last.time_range.end:
+            last = event
     return dict(sorted(totals.items(), key=lambda item: -item[1][0])[:most])
 
 

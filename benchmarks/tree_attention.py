@@ -235,6 +235,7 @@ class Setting:
         return prefix, bias[:, :rows]
 
     def xformers(self, layer: int) -> torch.Tensor:
+        from xformers.ops.fmha import common
         from xformers.ops.fmha.triton_splitk import FwOp
         from xformers.ops.tree_attention import tree_attention
 
@@ -245,6 +246,8 @@ class Setting:
             t.expand(-1, -1, -1, group, -1) for t in (keys, values, context_keys, context_values)
         )
         query = self.query.view(requests, self.batch.max_rows, KV_HEADS, group, DIM)
+        # Its CUDA extension is built for other versions of torch; its Triton kernels need none.
+        common._built_with_cuda = True
         # Its own Triton kernel by name: the choice that 0.0.35 makes by itself (this kernel, up to
         # 64 requests) fails on Python 3.12, for an isinstance() with a frozenset.
         return tree_attention(query, *shared, bias, prefix, prefix_op=FwOp, suffix_op=FwOp)

@@ -185,19 +185,25 @@ def check_data_parallel(plain_folder: Path, uno_folder: Path) -> None:
     uno = {"num_speculative_tokens": 4}
     with serve(uno_folder, uno, *options) as url:
         replies = asyncio.run(ask_all(url, requests, 8))
-        cycles = by_engine(url, "vllm_uno:cycles_total")
-        first = by_engine(url, "vllm_uno:accepted_tokens_total", 'position="0"')
+        metrics = scrape(url)
+    cycles = by_engine(metrics, "vllm_uno:cycles_total")
+    first = by_engine(metrics, "vllm_uno:accepted_tokens_total", 'position="0"')
     assert [r.tokens for r in replies] == [r.tokens for r in plain]
     assert set(cycles) == {"0", "1"} and min(cycles.values()) > 0
-    assert first == cycles  # greedy: row 0 is always right
+    assert first == cycles, (first, cycles)  # greedy: row 0 is always right
 
 
-def by_engine(url: str, name: str, label: str = "") -> dict[str, float]:
-    """A counter of each engine."""
+def scrape(url: str) -> list[str]:
+    """The metrics at one moment: engines count their last steps after the answers."""
     with serve_client.LOCAL.open(f"{url}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
+        text: str = response.read().decode()
+    return text.splitlines()
+
+
+def by_engine(metrics: list[str], name: str, label: str = "") -> dict[str, float]:
+    """A counter of each engine."""
     return {
         re.search(r'engine="(\d+)"', line)[1]: float(line.split()[-1])  # type: ignore[index]
-        for line in lines
+        for line in metrics
         if line.startswith(f"{name}{{") and label in line
     }

@@ -24,24 +24,21 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 
 from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
-from vllm_uno.draft_graphs import (
-    capture_draft_graphs,
-    capture_sampling_graphs,
-    covered_requests,
-    draft_graph_sizes,
-)
+from vllm_uno.draft_graphs import capture_draft_graphs, capture_sampling_graphs
 from vllm_uno.draft_head import ReducedHead
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
 from vllm_uno.draft_law import FILTER_ROWS, LawRows
 from vllm_uno.draft_sampling import HEAD_ROWS, DraftBatch, DraftSampler
 from vllm_uno.draft_view import build_draft_view, check_every_lora_runs
 from vllm_uno.draft_vocab import read_draft_vocab
+from vllm_uno.graph_sizes import covered_requests, draft_graph_sizes
 from vllm_uno.lora_kernels import slow_path
 from vllm_uno.lora_linear import slow_layers
 from vllm_uno.memory import footprint, sampling_peak
 from vllm_uno.metrics import DraftCounters
 from vllm_uno.serving_stats import StepRecorder
 from vllm_uno.verification import keep_sampler
+from vllm_uno.vllm_hooks.cuda_graphs import GraphProfile
 from vllm_uno.vllm_hooks.runner_api import (
     AttentionCGSupport,
     BatchExecutionDescriptor,
@@ -124,6 +121,8 @@ class UnoProposer(DraftModelSpeculator):
         self.recorder = StepRecorder(self.counters, device)
         self.cudagraph_manager: CudaGraphManager | None = None
         self.sampling_graphs: CudaGraphManager | None = None
+        # While vLLM measures what graphs will take (vllm_hooks/cuda_graphs.py).
+        self.graph_profile: GraphProfile | None = None
         self._graph_scratch: list[torch.Tensor] = []
         self.draft_sampler: DraftSampler | None = None
         self.reduced_head: ReducedHead | None = None
@@ -286,6 +285,8 @@ class UnoProposer(DraftModelSpeculator):
 
     def capture(self) -> None:
         assert self.cudagraph_manager is not None and self.sampling_graphs is not None
+        if self.graph_profile is not None:
+            self.graph_profile.limit(self.cudagraph_manager)
         free_before = torch.accelerator.get_memory_info()[0]
         capture_draft_graphs(
             self.cudagraph_manager,
@@ -299,9 +300,12 @@ class UnoProposer(DraftModelSpeculator):
             max_model_len=self.max_model_len,
         )
         self._capture_sampling()
+        if self.graph_profile is not None:
+            return
         graphs = max(0, free_before - torch.accelerator.get_memory_info()[0])
         compilation = self.vllm_config.compilation_config
-        sizes = compilation.cudagraph_capture_sizes or []
+        chosen = getattr(self.speculative_config, "uno_graph_sizes", None)
+        sizes = chosen.verify if chosen else compilation.cudagraph_capture_sizes or []
         verify_full = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         logger.info(
             "UNO: draft CUDA graphs take %.2f GiB; graphs cover draft passes of up to %d and "

@@ -428,3 +428,24 @@ INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 80.
         "capture": 12.0,
         "engine": 80.1,
     }
+
+
+def test_where_no_kernel_runs() -> None:
+    """Gaps are between what has ended by then and what begins next, on whichever stream."""
+    from cycle_cost import gaps_by_place, idle_share
+
+    def kernel(name: str, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    kernels = [
+        kernel("c", 300.0, 400.0),
+        kernel("a", 0.0, 200.0),
+        kernel("beside", 50.0, 100.0),  # ends within a: no gap behind it
+        kernel("a", 420.0, 500.0),
+        kernel("c", 700.0, 800.0),
+    ]
+    found = gaps_by_place(kernels, steps=2)
+    assert list(found) == ["a > c", "c > a"]
+    assert found["a > c"] == pytest.approx([0.15, 1.0])
+    assert found["c > a"] == pytest.approx([0.01, 0.5])
+    assert idle_share([(k.time_range.start, k.time_range.end) for k in kernels]) == 0.4

@@ -5,16 +5,12 @@ import sys
 import types
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import vllm_uno
 
 vllm_uno.register()
 
-from vllm_uno.draft_graphs import covered_requests, draft_graph_sizes  # noqa: E402
 from vllm_uno.vllm_hooks import HOOKS, Hook, UnsupportedVllm, hook  # noqa: E402
-from vllm_uno.vllm_hooks.vllm_config import extra_capture_sizes  # noqa: E402
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -114,38 +110,6 @@ def test_version_check(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             with pytest.raises(UnsupportedVllm, match=version):
                 hook.check_version()
-
-
-def test_capture_sizes_cover_draft_and_verify_batches() -> None:
-    default = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    for block in (1, 4, 8, 16):
-        extra = extra_capture_sizes(512, block, block + 1, 64, 8192)
-        assert len(extra) <= 2 or block == 16
-        sizes = sorted({*default, *extra})
-        assert covered_requests(sizes, block + 1, 64) == 64
-        assert max(draft_graph_sizes(sizes[-1], block, 64)) == 64 * block
-    # The ceiling, and a token limit below it.
-    assert max(extra_capture_sizes(512, 8, 9, 1024, 8192)) <= 2048
-    assert max(extra_capture_sizes(128, 8, 9, 64, 256)) <= 256
-    assert not extra_capture_sizes(576, 8, 9, 64, 8192)
-    assert covered_requests(default, 9, 256) < 64  # what vLLM's own sizes leave out
-    assert covered_requests([], 9, 64) == 0
-    # More verify rows than the ceiling holds do not leave drafts without graphs.
-    trees = sorted({*default, *extra_capture_sizes(512, 16, 33, 128, 8192)})
-    assert max(draft_graph_sizes(trees[-1], 16, 128)) == 128 * 16
-
-
-@given(largest=st.integers(0, 3000), block=st.integers(1, 17), max_num_seqs=st.integers(1, 300))
-def test_few_draft_graphs_and_little_padding(largest: int, block: int, max_num_seqs: int) -> None:
-    sizes = draft_graph_sizes(largest, block, max_num_seqs)
-    most = min(max_num_seqs, largest // block)
-    assert sizes == sorted(set(sizes)) and not any(size % block for size in sizes)
-    assert len(sizes) <= 32
-    counts = [size // block for size in sizes]
-    assert set(counts) >= {n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, most) if 0 < n <= most}
-    for wanted in range(1, most + 1):
-        graph = min(n for n in counts if n >= wanted)
-        assert graph - wanted <= max(3, wanted // 4)
 
 
 def test_default_limits_are_fitted_to_the_draft_rows() -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm_uno.graph_sizes import graph_sizes
 from vllm_uno.vllm_hooks.hook import Hook
-
-MAX_CAPTURED_TOKENS = 2048
-"""Ceiling of the graph sizes we add. FlashAttention 3 keeps a fixed split count,
-and its workspace, up to the largest captured size, so it costs memory."""
 
 
 def _uno_config(vllm_config: Any) -> Any | None:
@@ -52,28 +49,6 @@ def _post_init(original: Any) -> Any:
     return __post_init__
 
 
-def extra_capture_sizes(
-    largest: int, block_size: int, verify_rows: int, max_num_seqs: int, max_num_batched_tokens: int
-) -> list[int]:
-    """Sizes beyond vLLM's own: uniform verify batches (n * (K + 1)), the largest draft (n * B).
-
-    Few, since each is captured twice, for mixed batches as well. Up to `largest` vLLM rounds its
-    sizes to whole requests itself. The draft pass has sizes of its own, up to the largest of these
-    (`draft_graphs.draft_graph_sizes`).
-
-    Args:
-        largest: of vLLM's own sizes.
-
-    Returns:
-        Ascending.
-    """
-    limit = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
-    counts = {max_num_seqs, *range(8, 65, 8), *range(80, 129, 16), *range(160, max_num_seqs, 32)}
-    sizes = {n * verify_rows for n in counts if n <= max_num_seqs}
-    sizes.add(min(max_num_seqs, limit // block_size) * block_size)
-    return sorted(size for size in sizes if largest < size <= limit)
-
-
 def _set_cudagraph_sizes(original: Any) -> Any:
     @functools.wraps(original)
     def set_cudagraph_sizes(self: Any) -> None:
@@ -82,25 +57,33 @@ def _set_cudagraph_sizes(original: Any) -> Any:
             compilation.cudagraph_capture_sizes is not None
             or compilation.max_cudagraph_capture_size is not None
         )
+        compile_sizes = set(compilation.compile_sizes or ())
         original(self)
         # Not `_uno_config`: `__post_init__` above hides the method meanwhile.
         spec = self.speculative_config
-        if (
-            chosen_by_user
-            or not hasattr(spec, "uno_noise_seed")
-            or not compilation.cudagraph_capture_sizes
-        ):
+        own = compilation.cudagraph_capture_sizes
+        if chosen_by_user or not hasattr(spec, "uno_noise_seed") or not own:
             return
-        extra = extra_capture_sizes(
-            max(compilation.cudagraph_capture_sizes),
+        sizes = graph_sizes(
+            max(own),
             spec.block_size,
             spec.num_speculative_tokens + 1,
             self.scheduler_config.max_num_seqs,
             self.scheduler_config.max_num_batched_tokens,
+            more=[n for n in own if n <= 32] if self.performance_mode == "interactivity" else (),
         )
-        sizes = sorted({*compilation.cudagraph_capture_sizes, *extra})
-        compilation.cudagraph_capture_sizes = sizes
-        compilation.max_cudagraph_capture_size = sizes[-1]
+        if spec.uses_dynamic_speculative_decoding():
+            # Other widths need other sizes: vLLM's own, each for both kinds of graph.
+            captured = mixed = sorted({*own, *sizes.all})
+        else:
+            captured, mixed = sizes.all, sizes.mixed
+            spec.uno_graph_sizes = sizes
+        compilation.cudagraph_capture_sizes = captured
+        compilation.max_cudagraph_capture_size = captured[-1]
+        if "cudagraph_capture_sizes" in compile_sizes:  # to the sizes that vLLM's own list had
+            compilation.compile_sizes = sorted(
+                compile_sizes - {"cudagraph_capture_sizes"} | {*mixed}
+            )
 
     return set_cudagraph_sizes
 
