@@ -75,6 +75,8 @@ class UnoProposer(DraftModelSpeculator):
         model: the draft view (after `load_model`).
         counters: acceptance of real drafts (`metrics.DraftCounters`).
         recorder: what goes to vLLM's statistics (`serving_stats.StepRecorder`).
+        one_hot: bool [max_num_reqs], by request-state slot: has a grammar (draft_law.py). Linear
+            mode's; trees are walked by the target's samples.
     """
 
     # Of a sliding window vLLM frees blocks that no position from C on sees: the draft pass reads
@@ -117,6 +119,7 @@ class UnoProposer(DraftModelSpeculator):
         self.hidden_states = torch.zeros(
             num_rows, self.hidden_size, dtype=self.dtype, device=device
         )
+        self.one_hot = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         self.counters = DraftCounters(self.block_size, device)
         self.recorder = StepRecorder(self.counters, device)
         self.cudagraph_manager: CudaGraphManager | None = None
@@ -175,7 +178,7 @@ class UnoProposer(DraftModelSpeculator):
         return view
 
     def _replace_model_state(self, target_model: nn.Module) -> None:
-        keep_sampler(target_model, self.vllm_config)
+        keep_sampler(target_model, self.vllm_config, self.one_hot)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft logits [rows, V] of [rows, H]; -inf outside a draft vocabulary."""
@@ -471,7 +474,10 @@ class UnoProposer(DraftModelSpeculator):
         )
         if self.draft_sampler is not None:
             self.draft_sampler.rows.gather(
-                input_batch.idx_mapping, self.draft_sampler.sampler.sampling_states, padded_reqs
+                input_batch.idx_mapping,
+                self.draft_sampler.sampler.sampling_states,
+                self.one_hot,
+                padded_reqs,
             )
         if full_graph and self.supports_decode_metadata_update:
             draft_metadata = None  # refreshed inside the graph

@@ -110,7 +110,8 @@ def test_a_captured_launch_serves_any_plain_batch() -> None:
         rows.request[: 33 * BLOCK_SIZE] = idx.repeat_interleave(BLOCK_SIZE)
         rows.positions.random_(0, 4096, generator=g)
         rows.drafting.copy_(torch.rand(slots, generator=g, device=device) < 0.9)
-        rows.gather(idx, states, slots)  # type: ignore[arg-type]
+        one_hot = torch.rand(slots, generator=g, device=device) < 0.2
+        rows.gather(idx, states, one_hot, slots)  # type: ignore[arg-type]
         logits.normal_(generator=g).mul_(4)
         made = []
         for run in (launch, graph.replay):

@@ -57,9 +57,14 @@ def poisoned_rows(generator: torch.Generator, idx: torch.Tensor, max_reqs: int, 
         positions=torch.randint(0, 4096, (max_reqs * block,), generator=generator).to(DEVICE),
         drafting=(torch.rand(max_reqs, generator=generator) < 0.8).to(DEVICE),
     )
+    rows.one_hot.fill_(True)
     for buffer in (rows.temperature, rows.min_p, rows.seeds, rows.top_k, rows.top_p):
         buffer.fill_(POISON)
     return rows
+
+
+def no_grammar(slots: int) -> torch.Tensor:
+    return torch.zeros(slots, dtype=torch.bool, device=DEVICE)
 
 
 def random_logits(
@@ -98,14 +103,17 @@ def test_laws_and_tokens_are_bitwise_those_of_vllms_kernels(
     max_reqs = num_reqs + padding + 1
     states = sampling_states(g, max_reqs, vocab)
     idx = torch.randperm(max_reqs, generator=g)[:num_reqs]
+    one_hot = (torch.rand(max_reqs, generator=g) < 0.3).to(DEVICE)
     rows = poisoned_rows(g, idx, max_reqs, block)
     idx = idx.to(DEVICE)
     padded = num_reqs + padding
-    rows.gather(idx, states, padded)
+    rows.gather(idx, states, one_hot, padded)
     assert (rows.temperature[padded:] == POISON).all() and (rows.top_p[padded * block :] < 0).all()
 
-    # Greedy and padding rows ask for no filter: vLLM's leaves such rows unread.
-    quiet = rows.temperature[:padded] == 0
+    # Greedy, one-hot and padding rows ask for no filter: vLLM's leaves such rows unread.
+    quiet = (rows.temperature[:padded] == 0) | rows.one_hot[:padded]
+    assert quiet[num_reqs:].all() and not rows.one_hot[num_reqs:padded].any()
+    assert rows.one_hot[padded:].all()
     assert quiet[num_reqs:].all() and (rows.min_p[:padded][quiet] == 0).all()
     quiet = quiet.repeat_interleave(block)
     assert (rows.top_k[: padded * block][quiet] == vocab).all()
@@ -120,20 +128,21 @@ def test_laws_and_tokens_are_bitwise_those_of_vllms_kernels(
     )
     assert torch.equal(logits, given_logits)
 
-    # vLLM's kernels, with their copies.
+    # vLLM's kernels, with their copies. A one-hot row has the token of a greedy one.
     n = num_reqs * block
     slots, z = rows.request[:n], logits[:n].float()
+    temperatures = torch.where(one_hot, 0.0, states.temperature.gpu)
     kept = z.clone()
-    apply_temperature(kept, slots, states.temperature.gpu)
+    apply_temperature(kept, slots, temperatures)
     apply_min_p(kept, slots, states.min_p.gpu)
     kept = apply_top_k_top_p(kept, states.top_k.gpu[slots], states.top_p.gpu[slots])
-    temperature = states.temperature.gpu[slots]
+    temperature = temperatures[slots]
     z = torch.where((kept == float("-inf")) & (temperature != 0)[:, None], float("-inf"), z)
     want_cache = torch.full_like(cache, UNUSED)
     want = gumbel_sample(
         z,
         slots,
-        states.temperature.gpu,
+        temperatures,
         states.seeds.gpu,
         rows.positions[:n],
         apply_temperature=True,
@@ -144,9 +153,11 @@ def test_laws_and_tokens_are_bitwise_those_of_vllms_kernels(
     ).view(num_reqs, block)
     drafting = rows.drafting[:num_reqs]
     want_cache[idx[states.temperature.gpu[idx] == 0]] = UNUSED
-    certain = torch.full((block, vocab), float("-inf"), device=DEVICE)
-    certain[:, 0] = 0.0
-    want_cache[idx[~drafting]] = certain
+    surely = (one_hot & (states.temperature.gpu != 0))[idx]
+    laws = torch.full((num_reqs, block, vocab), float("-inf"), device=DEVICE)
+    laws.scatter_(2, torch.where(drafting[:, None], want, 0)[:, :, None], 0.0)
+    certain = surely | ~drafting
+    want_cache[idx[certain]] = laws[certain]
     assert torch.equal(out[:n].view(num_reqs, block), torch.where(drafting[:, None], want, 0))
     assert torch.equal(cache, want_cache)
     # padding, and past it
@@ -177,7 +188,7 @@ def test_unused_filters_change_nothing(dtype: torch.dtype) -> None:
     states.top_p.gpu.fill_(1.0)
     rows = poisoned_rows(g, torch.arange(num_reqs), num_reqs, block)
     rows.drafting.fill_(True)
-    rows.gather(torch.arange(num_reqs, device=DEVICE), states, num_reqs)
+    rows.gather(torch.arange(num_reqs, device=DEVICE), states, no_grammar(num_reqs), num_reqs)
     logits = random_logits(g, num_reqs * block, vocab, dtype)
     made = []
     for filters in (False, True):
@@ -195,7 +206,7 @@ def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     block, num_reqs, vocab = 3, 7, 500
     states = sampling_states(g, num_reqs, vocab)
     rows = poisoned_rows(g, torch.arange(num_reqs), num_reqs, block)
-    rows.gather(torch.arange(num_reqs, device=DEVICE), states, num_reqs)
+    rows.gather(torch.arange(num_reqs, device=DEVICE), states, no_grammar(num_reqs), num_reqs)
     logits = random_logits(g, num_reqs * block, vocab, torch.bfloat16)
     made = []
     for limit in (128, 7, 2):
@@ -215,7 +226,7 @@ def test_without_a_cache_every_row_is_an_argmax() -> None:
     states.temperature.gpu.fill_(0.7)
     rows = poisoned_rows(g, torch.arange(num_reqs), num_reqs, block)
     rows.drafting.copy_(torch.tensor([True, False, True]))
-    rows.gather(torch.arange(num_reqs, device=DEVICE), states, num_reqs)
+    rows.gather(torch.arange(num_reqs, device=DEVICE), states, no_grammar(num_reqs), num_reqs)
     logits = random_logits(g, num_reqs * block, vocab, torch.bfloat16)
     # Ties, across blocks of tokens too: the first wins, as in vLLM's verification.
     logits[0, [4090, 70, 3000]] = 50.0

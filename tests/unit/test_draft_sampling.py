@@ -60,7 +60,7 @@ def sample(processed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         thinking_budget_state=SimpleNamespace(enabled=False, apply=lambda z, context: None),
     )
     slots = torch.arange(REQUESTS)
-    rows.gather(slots, states, REQUESTS)
+    rows.gather(slots, states, torch.zeros(REQUESTS, dtype=torch.bool), REQUESTS)
     laws = torch.full((REQUESTS, BLOCK, VOCAB), 7.0)
     # A head that looks up: a product's last bit may depend on the number of rows.
     hidden = torch.arange(REQUESTS * BLOCK)[:, None]
