@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.platforms.cpu import CpuPlatform
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
@@ -24,6 +26,25 @@ SMALL: dict[str, Any] = {
     "block_size": 32,
     "seed": 0,
 }
+
+
+@contextmanager
+def asynchronous() -> Iterator[None]:
+    """Engines that are made meanwhile schedule as on a GPU; vLLM's CPU platform forbids it."""
+    check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        scheduler = vllm_config.scheduler_config
+        wanted = scheduler.async_scheduling
+        check(cls, vllm_config)
+        scheduler.async_scheduling = wanted
+        if wanted:
+            scheduler.scheduler_cls = None
+
+    with mock.patch.object(
+        CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
+    ):
+        yield
 
 
 class Engine:
@@ -45,6 +66,18 @@ class Engine:
             return preempt(*args, **kwargs)
 
         self.scheduler._preempt_request = count
+        # Requests that began with placeholder drafts: a cached prompt but for one token.
+        self.placeholders = 0
+        schedule = self.scheduler.schedule
+
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            step = schedule(*args, **kwargs)
+            for new in step.scheduled_new_reqs:
+                drafts = step.scheduled_spec_decode_tokens.get(new.req_id, [])
+                self.placeholders += -1 in drafts
+            return step
+
+        self.scheduler.schedule = watch
 
     def outputs(
         self,

@@ -177,8 +177,10 @@ def check_data_parallel(plain_folder: Path, uno_folder: Path) -> None:
     """A server of two engines answers as a plain one does; both draft, and both are counted."""
     requests = [
         dataclasses.replace(random_request(seed, greedy=True), leave_after=None, patience=None)
-        for seed in range(500, 516)
+        for seed in range(500, 518)
     ]
+    # A grammar rejects drafts, which do not know it, even in row 0.
+    requests = [r for r in requests if "structured_outputs" not in r.body["extra_body"]]
     with serve(plain_folder) as url:
         plain = asyncio.run(ask_all(url, requests, 8))
     options = ("--data-parallel-size", "2")
@@ -190,11 +192,11 @@ def check_data_parallel(plain_folder: Path, uno_folder: Path) -> None:
     first = by_engine(metrics, "vllm_uno:accepted_tokens_total", 'position="0"')
     assert [r.tokens for r in replies] == [r.tokens for r in plain]
     assert set(cycles) == {"0", "1"} and min(cycles.values()) > 0
-    assert first == cycles, (first, cycles)  # greedy: row 0 is always right
+    assert first == cycles, (first, cycles)  # greedy: row 0 is right
 
 
 def scrape(url: str) -> list[str]:
-    """The metrics at one moment: engines count their last steps after the answers."""
+    """The server's metrics, of one moment."""
     with serve_client.LOCAL.open(f"{url}/metrics", timeout=30) as response:
         text: str = response.read().decode()
     return text.splitlines()

@@ -273,7 +273,7 @@ def _show_tree(trees: Sequence[VerifiedTree], tokenizer: Any) -> None:
     print(
         f"\nOne verify step of the first prompt: {len(tree.tokens)} nodes in one pass, "
         f"{len(tree.accepted)} accepted (*),\nthen one more token of the target's own: "
-        f"{tokenizer.decode(tree.emitted)!r}\n"
+        f"{tokenizer.decode(tree.emitted[-1:])!r}\n"
     )
     for line in draw_tree(labels, tree.parents, set(tree.accepted)):
         print(f"  {line}")

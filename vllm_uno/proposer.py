@@ -434,7 +434,7 @@ class UnoProposer(DraftModelSpeculator):
         num_rows = num_reqs * block
         if num_speculative_tokens == 0 and not dummy_run and self.dp_size == 1:
             # A schedule by batch size (num_speculative_tokens_per_batch_size) turns drafts off.
-            self.recorder.drop()
+            self.recorder.draft_left_out()
             return self.draft_tokens[:num_reqs]
         if dummy_run:
             self.recorder.drop()

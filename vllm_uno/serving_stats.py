@@ -32,7 +32,7 @@ class StepStats:
         steps: by pass and CUDA graph mode ("draft full", "verify none", ...), passes that ran.
         seconds: by pass, device time of the steps that were timed (some of all).
         timed_steps: their number.
-        draft_width: drafts a request that the last step asked for.
+        draft_width: drafts a request that the last step asked for; None: no step.
     """
 
     cycles: int = 0
@@ -42,7 +42,7 @@ class StepStats:
     steps: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     timed_steps: int = 0
-    draft_width: int = 0
+    draft_width: int | None = None
 
     def message(self) -> dict[str, Any]:
         """Plain types, for vLLM's messages between processes."""
@@ -65,7 +65,8 @@ class StepStats:
         for key, seconds in other.seconds.items():
             self.seconds[key] = self.seconds.get(key, 0.0) + seconds
         self.timed_steps += other.timed_steps
-        self.draft_width = other.draft_width or self.draft_width
+        if other.draft_width is not None:
+            self.draft_width = other.draft_width
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -117,6 +118,15 @@ class StepRecorder:
         self._verify_graph = None
         self._stats.draft_width = width
         self._timer.end()
+        self._copy.start()
+
+    def draft_left_out(self) -> None:
+        """The next step verifies nothing: a schedule has turned drafts off."""
+        if self._verify_graph is not None:
+            self._count("verify", self._verify_graph)
+        self._verify_graph = None
+        self._stats.draft_width = 0
+        self._timer.drop()
         self._copy.start()
 
     def drop(self) -> None:

@@ -112,7 +112,7 @@ class UnoStatLogger(AggregateStatLoggerBase):
             self._counter("steps", engine_idx, *key.split()).inc(count)
         for one_pass, seconds in stats.seconds.items():
             self._counter("timed_seconds", engine_idx, one_pass).inc(seconds)
-        if stats.draft_width:
+        if stats.draft_width is not None:
             self._gauge("draft_width", engine_idx).set(stats.draft_width)
 
     def log(self) -> None:

@@ -161,6 +161,13 @@ def _limit_problems(vllm_config: VllmConfig) -> list[str]:
             f"of a draft pass do not fit into max_num_batched_tokens={tokens}; "
             f"{', or '.join(ways)}"
         )
+    elif (rows := spec.num_speculative_tokens + 1) > tokens:
+        # vLLM pads a cached one-token prefill to as many, and waits for room that never comes.
+        problems.append(
+            f"num_speculative_tokens={rows - 1}: the {rows} rows that verify a request do not fit "
+            f"into max_num_batched_tokens={tokens}; raise that to at least {rows}, or lower "
+            f"num_speculative_tokens to at most {tokens - 1}"
+        )
     model = vllm_config.model_config
     if model is not None and block > model.max_model_len - 1:
         problems.append(

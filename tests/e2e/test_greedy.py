@@ -122,26 +122,28 @@ class TestOneEngine:
             yield e
 
     def test_prefix_caching_repeats(self, uno: Engine, plain: dict[str, Any]) -> None:
-        # 64 tokens are two whole KV blocks: a repeat leaves a one-token
+        # 33 tokens are a whole KV block and one: a repeat leaves a one-token
         # prefill, which vLLM pads with placeholder drafts.
         short = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        five, six = plain["tokens"][5][:12], plain["tokens"][6][:12]
-        for prompt, expected in ((5, five), (6, six), (5, five), (6, six)):
+        three, six = plain["tokens"][3][:12], plain["tokens"][6][:12]
+        for prompt, expected in ((3, three), (6, six), (3, three), (6, six)):
             assert uno.tokens([PROMPTS[prompt]], short)[0] == expected
-        repeated = uno.tokens([PROMPTS[5]] * 3 + [PROMPTS[6]] * 3, short)
-        assert repeated == [five] * 3 + [six] * 3
+        before = uno.placeholders
+        repeated = uno.tokens([PROMPTS[3]] * 3 + [PROMPTS[6]] * 3, short)
+        assert repeated == [three] * 3 + [six] * 3
+        assert uno.placeholders == before + 3
 
     def test_repeats_at_temperature_one_emit_real_tokens(self, uno: Engine) -> None:
         params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=7)
-        first = uno.tokens([PROMPTS[5]] * 6, params)
-        again = uno.tokens([PROMPTS[5]] * 6, params)
+        first = uno.tokens([PROMPTS[3]] * 6, params)
+        again = uno.tokens([PROMPTS[3]] * 6, params)
         assert first == again  # the request's seed decides, cached prefix or not
         assert all(0 < t < 2048 for tokens in first for t in tokens)
         before = uno.speculator.counters.snapshot()
         uno.speculator.counters.reset()
         # The last two cycles of a request do not count.
         uno.tokens(
-            [PROMPTS[5]] * 6, SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+            [PROMPTS[3]] * 6, SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
         )
         stats = uno.speculator.counters.snapshot()
         assert before.cycles > 0 and stats.acceptance[0] == 1.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import request_kinds
-from engines import Engine, engine
+from engines import Engine, asynchronous, engine
 from logits_processors import Repeat
 from request_kinds import (
     GRAMMARS,
@@ -27,6 +27,7 @@ from request_kinds import (
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_uno.bundled import bundled_model
 
@@ -54,7 +55,12 @@ def plain_answers(plain: Engine, prompts: list[list[int]]) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def uno(plain_answers: dict[str, Answer]) -> Iterator[Engine]:
-    with engine(bundled_model(), {"num_speculative_tokens": B}, **SETTINGS) as e:
+    """Scheduled asynchronously, as on a GPU; the server's tests and test_greedy.py are not."""
+    with (
+        asynchronous(),
+        engine(bundled_model(), {"num_speculative_tokens": B}, **SETTINGS) as e,
+    ):
+        assert isinstance(e.scheduler, AsyncScheduler)
         yield e
 
 

@@ -274,10 +274,12 @@ def test_prefix_caching_n_and_imposed_acceptance(
     with engine(model, settings(adapter, 8)) as e:
         short = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         with oracle_trees(e, texts(plain["greedy"])):
-            for prompt in (5, 6, 5, 6):  # 64 tokens are two whole KV blocks
+            for prompt in (3, 6, 3, 6):  # 33 tokens: a whole KV block and one
                 assert e.tokens([PROMPTS[prompt]], short)[0] == plain["greedy"][prompt][:8]
-            repeated = e.tokens([PROMPTS[5]] * 3 + [PROMPTS[6]] * 3, short)
-            assert repeated == [plain["greedy"][5][:8]] * 3 + [plain["greedy"][6][:8]] * 3
+            before = e.placeholders
+            repeated = e.tokens([PROMPTS[3]] * 3 + [PROMPTS[6]] * 3, short)
+            assert repeated == [plain["greedy"][3][:8]] * 3 + [plain["greedy"][6][:8]] * 3
+            assert e.placeholders == before + 3
             both = SamplingParams(n=2, temperature=1.0, top_k=1, max_tokens=8, ignore_eos=True)
             for output, want in zip(e.outputs(PROMPTS[:3], both), plain["greedy"], strict=False):
                 assert [list(c.token_ids) for c in output.outputs] == [want[:8]] * 2

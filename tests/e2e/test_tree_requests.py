@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from engines import Engine, engine
+from engines import Engine, asynchronous, engine
 from logits_processors import Repeat
 from peak import Peak
 from request_kinds import (
@@ -29,6 +29,7 @@ from request_kinds import (
 )
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_uno.bundled import bundled_model
 from vllm_uno.tree import verification
@@ -63,7 +64,9 @@ def plain(prompts: list[list[int]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def uno(plain: dict[str, Any]) -> Iterator[Engine]:  # one engine at a time: `plain` first
-    with engine(bundled_model(), TREE, **SETTINGS, **NOISE_AND_LOGPROBS) as e:
+    """Scheduled asynchronously, as on a GPU; test_tree.py is not."""
+    with asynchronous(), engine(bundled_model(), TREE, **SETTINGS, **NOISE_AND_LOGPROBS) as e:
+        assert isinstance(e.scheduler, AsyncScheduler)
         yield e
 
 

@@ -72,7 +72,7 @@ def _exact(work: Path) -> tuple[bool, str]:
 
 
 def _default(work: Path, kind: str) -> tuple[bool, str]:
-    """No more requests part from plain than stock's, or all at near ties; row 0 is accepted.
+    """Requests part from plain at near ties alone, or as many and as near as stock's; row 0 holds.
 
     (Not under users' adapters: row 0 is the base model's.)
     """
@@ -83,6 +83,7 @@ def _default(work: Path, kind: str) -> tuple[bool, str]:
     row_zero = stats["accepted"][0] / stats["proposed"][0]
     tied = found.widest_gap <= NEAR_TIE
     no_more = bool(floors) and found.equal >= min(floor.equal for floor in floors)
+    no_more = no_more and found.widest_gap <= max(floor.widest_gap for floor in floors)
     enough = row_zero >= (ROW_ZERO_COMPILED if kind == "online-compiled" else ROW_ZERO)
     good = (tied or no_more) and (enough or kind == "users")
     shown = "; ".join(f"{o} {f}" for o, f in zip(others, floors, strict=True))

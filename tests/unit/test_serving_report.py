@@ -52,6 +52,11 @@ def test_near_ties_and_the_floor(work: Path) -> None:
     assert verdict(work, "greedy-awq")[0] is False
     write(work, "awq-ngram", tokens=far)
     assert verdict(work, "greedy-awq")[0] is True
+    # As many as stock's, but where plain was surer.
+    surer = [[9, 2, 3, 4], TOKENS[1]]
+    write(work, "awq-plain", gaps=[[3.0, *GAPS[0][1:]], GAPS[1]])
+    write(work, "awq-uno", tokens=surer)
+    assert verdict(work, "greedy-awq")[0] is False
     write(work, "users-invariant-uno", tokens=near)
     assert verdict(work, "users-exact")[0] is False
 

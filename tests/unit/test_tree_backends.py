@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,8 +262,19 @@ def test_refused_by_name(
         num_heads=4, head_size=64, scale=0.125, num_kv_heads=2, alibi_slopes=None,
         sliding_window=None, kv_cache_dtype="auto",
     )  # fmt: skip
-    with set_current_vllm_config(config), pytest.raises(ValueError, match=name):
-        BACKENDS[backend].get_impl_cls()(**{**arguments, argument: value})
+    arguments[argument] = value
+    with_trees = copy.copy(config)
+    with_trees.speculative_config = SimpleNamespace(uno_mode="tree")  # type: ignore[assignment]
+    with set_current_vllm_config(with_trees), pytest.raises(ValueError, match=name):
+        BACKENDS[backend].get_impl_cls()(**arguments)
+    # To any other engine they are the stock ones.
+    refused = None
+    with set_current_vllm_config(config):
+        try:
+            BACKENDS[backend].get_impl_cls()(**arguments)
+        except Exception as error:  # what stock refuses of its own
+            refused = error
+    assert "tree mode" not in str(refused)
 
 
 def test_graphs_of_uniform_batches_only(config: VllmConfig) -> None:

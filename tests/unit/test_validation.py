@@ -262,6 +262,17 @@ def test_draft_rows_must_fit(config):
     assert "raise max_num_batched_tokens to at least 144" in message
 
 
+def test_verify_rows_of_a_request_must_fit(config):
+    """Or a cached prompt of one new token, padded to them, would wait for ever."""
+    set_limits(config, 1, 9, 8)
+    validate(config)
+    set_limits(config, 1, 8, 8)
+    message = refusal(config)
+    assert "num_speculative_tokens=8: the 9 rows that verify a request do not fit" in message
+    assert "max_num_batched_tokens=8; raise that to at least 9, or lower" in message
+    assert "num_speculative_tokens to at most 7" in message
+
+
 def test_a_block_must_fit_into_a_request(config):
     set_limits(config, 1, 128, MAX_MODEL_LEN - 1)
     validate(config)

@@ -45,6 +45,7 @@ from vllm_uno.vllm_hooks.attention_api import (
     TritonAttentionMetadataBuilder,
     canonicalize_singleton_dim_strides,
     forget_chosen_backends,
+    get_current_vllm_config_or_none,
     get_layers_from_vllm_config,
     is_quantized_kv_cache,
     register_backend,
@@ -166,7 +167,7 @@ class _TreeBuilder:
             "prefix-LM attention": config.model_config.is_mm_prefix_lm,
             "reference sliding window attention": config.model_config.rswa_window is not None,
         }
-        _refuse([what for what, found in unsupported.items() if found])
+        _refuse(config, [what for what, found in unsupported.items() if found])
         # This engine's: another one of the same process may install its own later.
         self._tree = tree_state.installed()
 
@@ -277,7 +278,10 @@ class _TreeImpl:
             != AttentionType.DECODER,
             "FlashAttention 4's kernel for heads of 256": getattr(self, "fa4_hd256", False),
         }
-        _refuse([what for what, found in unsupported.items() if found])
+        _refuse(
+            get_current_vllm_config_or_none(),
+            [what for what, found in unsupported.items() if found],
+        )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -326,8 +330,17 @@ class _TreeImpl:
         raise NotImplementedError
 
 
-def _refuse(found: list[str]) -> None:
-    if found:
+def _has_trees(config: Any) -> bool:
+    """Whether the engine of this config has trees.
+
+    The backends of one that failed to start stay registered while anything holds its proposer (a
+    traceback does): to whatever else this process starts they must be the stock ones.
+    """
+    return getattr(getattr(config, "speculative_config", None), "uno_mode", None) == "tree"
+
+
+def _refuse(config: Any, found: list[str]) -> None:
+    if found and _has_trees(config):
         raise ValueError(
             f"UNO's tree mode does not support {' or '.join(found)}, which this model or its "
             "settings need. Linear mode does: uno_mode 'linear'."
@@ -337,8 +350,9 @@ def _refuse(found: list[str]) -> None:
 class TreeFlashAttentionBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Sliding windows are refused: what the stock builder looks up on its first build.
-        self.aot_sliding_window = (-1, -1)
+        if _has_trees(self.vllm_config):
+            # Sliding windows are refused: what the stock builder looks up on its first build.
+            self.aot_sliding_window = (-1, -1)
         max_reqs = max(self.vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._context_lens = torch.zeros(max_reqs, dtype=torch.int32, device=self.device)
 

@@ -93,7 +93,6 @@ def verify_trees(target: nn.Module, vllm_config: VllmConfig, memory: TreeMemory)
     KV of the paths just walked: (batch, num_sampled int32 [n]) -> None.
     """
     base: type[ModelState] = resolve_model_state_cls(vllm_config, target)
-    num_nodes = memory.attention.num_nodes
 
     class UnoTreeModelState(WatchedModelState, base):
         uno_sampler: Sampler
@@ -107,8 +106,7 @@ def verify_trees(target: nn.Module, vllm_config: VllmConfig, memory: TreeMemory)
                 # A model's generation_config.json may set a penalty for every request.
                 logger.info_once(
                     "UNO: requests with penalties, bad words, a grammar, a thinking budget or "
-                    "custom logits processors are verified as chains of %d tokens, not as trees",
-                    num_nodes,
+                    "custom logits processors are verified as chains, not as trees",
                 )
 
         def initialize_kv_cache(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
 from vllm.v1.attention.backend import (
@@ -45,6 +45,7 @@ __all__ = [
     "TritonAttentionMetadataBuilder",
     "canonicalize_singleton_dim_strides",
     "forget_chosen_backends",
+    "get_current_vllm_config_or_none",
     "get_layers_from_vllm_config",
     "is_quantized_kv_cache",
     "register_backend",
