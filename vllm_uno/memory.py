@@ -100,6 +100,7 @@ def sampling_peak(
     hidden_states: torch.Tensor,
     *,
     draft_rows: int,
+    copied_rows: int,
     filtered_rows: int,
     verify_rows: int,
     chunk_rows: int,
@@ -114,14 +115,16 @@ def sampling_peak(
         draft_logits, verify_logits: [rows, H] -> [rows, V], the two heads.
         hidden_states: [any, H], for dtype, device and H.
         draft_rows: whose logits are held, and processed in fp32, at a time.
+        copied_rows: of these, whose logits are copied first.
         filtered_rows: of these, whose z / T is held at a time.
         verify_rows: of the largest batch, whose logits are held all at once.
         chunk_rows: of these, processed in fp32 at a time.
     """
     hidden_size = hidden_states.shape[-1]
     logits = draft_logits(hidden_states.new_zeros(draft_rows, hidden_size))
-    # z, and z / T of the rows that are filtered at a time.
-    held = [
+    # Copies, z, and z / T of the rows that are filtered at a time.
+    held = [torch.empty_like(logits[:copied_rows])]
+    held += [
         torch.empty_like(rows, dtype=torch.float32) for rows in (logits, logits[:filtered_rows])
     ]
     del logits, held

@@ -82,6 +82,8 @@ class UnoProposer(DraftModelSpeculator):
     # Of a sliding window vLLM frees blocks that no position from C on sees: the draft pass reads
     # what the next verify pass reads, and writes from C on.
     kv_cache_kinds: tuple[type, ...] = (FullAttentionSpec, SlidingWindowSpec)
+    # Whether some requests' logits are gathered from a part's before they are sampled.
+    copies_logits = False
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         check_runner_api()
@@ -590,12 +592,14 @@ class UnoProposer(DraftModelSpeculator):
         hidden_states = self._forward(self.max_num_tokens, None, None)
         if not current_platform.is_cpu():
             chunk_rows = get_max_chunk_logits(self.vocab_size)
+            draft_rows = min(self.max_num_reqs * self.block_size, HEAD_ROWS, chunk_rows)
             sampling_peak(
                 self.compute_logits,
                 # Not the target's own: a user's LoRA knows the profile's few sampled rows only.
                 self.reduced_head.whole if self.reduced_head else self.compute_logits,
                 hidden_states,
-                draft_rows=min(self.max_num_reqs * self.block_size, HEAD_ROWS, chunk_rows),
+                draft_rows=draft_rows,
+                copied_rows=draft_rows if self.copies_logits else 0,
                 filtered_rows=FILTER_ROWS,
                 verify_rows=min(
                     self.max_num_reqs * (self.num_speculative_steps + 1), self.max_num_tokens

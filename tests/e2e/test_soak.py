@@ -13,9 +13,10 @@ SCRIPT = Path(__file__).parents[1] / "gpu" / "soak.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/serving.sh runs all of it")
-def test_sixty_requests() -> None:
+@pytest.mark.parametrize("mode", ["linear", "tree"])
+def test_sixty_requests(mode: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--requests", "60"],
+        [sys.executable, str(SCRIPT), "--requests", "60", "--mode", mode],
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,

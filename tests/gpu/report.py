@@ -52,6 +52,7 @@ def main() -> None:
         ("plain", "tree-default"),
         ("plain", "tree-ngram"),
         ("tree-plain-fp32", "tree-fp32"),
+        ("tree-plain-fp32", "tree-default-fp32"),
     ):
         paths = (work / f"{reference}.json", work / f"{other}.json")
         if all(p.exists() for p in paths):

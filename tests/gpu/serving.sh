@@ -48,10 +48,12 @@ done
 # Must be refused: the test looks for the reason in its log.
 engine kv8-tree --kv-cache-dtype fp8 --tree 8/4/16 --eager >/dev/null &
 wait
-if [[ soak =~ $only ]]; then
-  VLLM_LOGGING_LEVEL=WARNING VLLM_CACHE_ROOT=$work/c-soak timeout 580 \
-    python3 "$tests/gpu/soak.py" >"$work/soak.out" 2>"$work/soak.err" ||
-    tail -5 "$work/soak.err"
-  grep '^soak:' -A5 "$work/soak.out"
-fi
+for mode in linear tree; do
+  name=soak-$mode
+  [[ $name =~ $only ]] || continue
+  VLLM_LOGGING_LEVEL=WARNING VLLM_CACHE_ROOT=$work/c-$name timeout 580 \
+    python3 "$tests/gpu/soak.py" --mode "$mode" >"$work/$name.out" 2>"$work/$name.err" ||
+    tail -5 "$work/$name.err"
+  grep '^soak:' -A5 "$work/$name.out"
+done
 python3 "$tests/gpu/serving_report.py" "$work"

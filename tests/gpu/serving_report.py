@@ -26,7 +26,8 @@ CHECKS = (
     "kv8-tree",
     "sleep",
     "sleep-vocab",
-    "soak",
+    "soak-linear",
+    "soak-tree",
 )
 
 
@@ -46,8 +47,8 @@ def verdict(work: Path, check: str) -> tuple[bool | None, str]:
             return _refused(work)
         if check.startswith("sleep"):
             return _sleep(work, check)
-        if check == "soak":
-            line = (work / "soak.out").read_text().strip()
+        if check.startswith("soak"):
+            line = (work / f"{check}.out").read_text().strip()
             return line.endswith(": good"), line
         return _default(work, kind)
     except FileNotFoundError as missing:

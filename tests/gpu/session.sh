@@ -37,7 +37,10 @@ engine tree-memory --memory --tree 16/32/32 --vocab 151936 --max-num-seqs 128 --
   export TRITON_F32_DEFAULT=ieee
   fp32="--seeded --dtype float32 --backend TRITON_ATTN --max-num-seqs 64"
   engine tree-plain-fp32 --method plain $fp32 --cache "$work/c-tree-plain-fp32"
-  engine tree-fp32 $tree $fp32 --texts tree-plain-fp32 --cache "$work/c-tree-fp32"
+  engine tree-fp32 $tree $fp32 --texts tree-plain-fp32 --cache "$work/c-tree-fp32" &
+  engine tree-default-fp32 --tree 16/32/32 $fp32 --texts tree-plain-fp32 \
+    --cache "$work/c-tree-default-fp32" &
+  wait
 ) &
 # The floor of the parity below.
 engine plain2-invariant --method plain --invariant --backend TRITON_ATTN --cache "$work/c-plain2-i" &

@@ -2,19 +2,22 @@
 
     python tests/gpu/soak.py                      30,000 requests, in at most 480 s, on a GPU
     python tests/gpu/soak.py --requests 200       fewer; on a CPU as well (a minute)
+    python tests/gpu/soak.py --mode tree          trees
 
 A 2-layer random model, in this process, so that the scheduler's KV blocks and the allocator's
 memory can be read when the engine is idle: after the first tenth of the requests, and at the end.
 Prints one line and exits with 0 if every request ended as its parameters allow, within the time,
-with all KV blocks free and no more GPU memory than after the first tenth.
+some of them preempted, with all KV blocks free and no more GPU memory than after the first tenth.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -27,6 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 VOCAB = 2048
 BLOCK_SIZE = 4  # B
+MODES: dict[str, dict[str, Any]] = {
+    "linear": {"num_speculative_tokens": BLOCK_SIZE},
+    "tree": {"num_speculative_tokens": 8, "uno_tree_top_k": 4, "uno_block_size": BLOCK_SIZE},
+}
 MAX_MODEL_LEN = 256
 LONGEST_PROMPT = 100
 SCHEMA = {
@@ -52,7 +59,7 @@ class Soak:
     llm: Any
     seed: int
     size: int = 0  # of the batch
-    limits: dict[str, int] = field(default_factory=dict)  # of requests under way, tokens
+    asked: dict[str, Any] = field(default_factory=dict)  # SamplingParams of requests under way
     to_abort: dict[str, int] = field(default_factory=dict)  # step at which a request is aborted
     ends: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -64,22 +71,22 @@ class Soak:
         engine = self.llm.llm_engine
         coming = iter(range(first, last))
         more = True
-        while more or self.limits:
-            while more and len(self.limits) < 2 * self.size:
+        while more or self.asked:
+            while more and len(self.asked) < 2 * self.size:
                 number = next(coming, None)
                 more = number is not None
                 if number is not None:
                     self._add(number)
             for name in [n for n, step in self.to_abort.items() if step <= self.steps]:
                 engine.abort_request([name])  # no output tells of its end
-                del self.to_abort[name], self.limits[name]
+                del self.to_abort[name], self.asked[name]
                 self.ends["abort"] += 1
             for output in engine.step():
                 if output.finished:
                     self._finished(output)
             self.steps += 1
             if time.monotonic() > deadline:
-                self.wrong.append(f"out of time with {len(self.limits)} requests under way")
+                self.wrong.append(f"out of time with {len(self.asked)} requests under way")
                 return
         while engine.has_unfinished_requests():  # steps scheduled ahead of the last end
             engine.step()
@@ -89,7 +96,7 @@ class Soak:
         prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, LONGEST_PROMPT))]
         params = random_params(rng)
         name = str(number)
-        self.limits[name] = params.max_tokens
+        self.asked[name] = params
         if rng.random() < 0.05:
             self.to_abort[name] = self.steps + rng.randrange(12)
         self.llm.llm_engine.add_request(
@@ -97,15 +104,33 @@ class Soak:
         )
 
     def _finished(self, output: Any) -> None:
-        limit = self.limits.pop(output.request_id)
+        params = self.asked.pop(output.request_id)
+        limit = params.max_tokens
         self.to_abort.pop(output.request_id, None)
         for completion in output.outputs:
             reason, count = completion.finish_reason, len(completion.token_ids)
             self.ends[str(reason)] += 1
             self.tokens += count
             lawful = {"length": count == limit, "stop": 0 < count <= limit}
-            if not lawful.get(reason, False):
-                self.wrong.append(f"request {output.request_id}: {count} tokens, {reason}")
+            good = lawful.get(reason, False)
+            if reason == "stop" and not params.stop:
+                good = good and keeps_to(params.structured_outputs, completion.text)
+            if not good:
+                self.wrong.append(
+                    f"request {output.request_id}: {count} tokens, {reason}: {completion.text!r}"
+                )
+
+
+def keeps_to(grammar: Any, text: str) -> bool:
+    """Whether a whole answer is what its grammar, one of `GRAMMARS` or none, allows."""
+    if grammar is None:
+        return True
+    if grammar.choice:
+        return text in grammar.choice
+    if grammar.regex:
+        return re.fullmatch(grammar.regex, text) is not None
+    found = json.loads(text)
+    return list(found) == ["left"] and 0 <= found["left"] <= 999
 
 
 def random_params(rng: random.Random) -> Any:
@@ -161,7 +186,7 @@ def memory() -> dict[str, float]:
     return {name: stats[f"{name}_bytes.all.current"] / 2**20 for name in ("allocated", "reserved")}
 
 
-def start(folder: Path, size: int, gpu: bool) -> Any:
+def start(folder: Path, size: int, gpu: bool, mode: str) -> Any:
     from vllm import LLM
 
     from vllm_uno.tiny_model import write_random_adapter, write_tiny_model
@@ -175,16 +200,16 @@ def start(folder: Path, size: int, gpu: bool) -> Any:
         max_num_seqs=size,
         max_num_batched_tokens=8192 if gpu else 512,
         block_size=kv_block,
-        # Some 70 tokens a request: tight enough that some are preempted.
-        num_gpu_blocks_override=size * 72 // kv_block,
+        # Room for fewer than `size` requests of some 60 tokens, so that some are preempted.
+        num_gpu_blocks_override=max(size * 40, 2 * MAX_MODEL_LEN) // kv_block,
         gpu_memory_utilization=0.3,
         enforce_eager=not gpu,
         scheduling_policy="priority",
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
         speculative_config={
             "method": "uno",
-            "num_speculative_tokens": BLOCK_SIZE,
             "uno_lora_path": str(adapter),
+            **MODES[mode],
         },
         seed=0,
     )
@@ -195,6 +220,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=30_000)
     parser.add_argument("--limit-s", type=float, default=480)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=MODES, default="linear")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -206,7 +232,7 @@ def main() -> int:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     size = 256 if gpu else 8
     with tempfile.TemporaryDirectory() as folder:
-        llm = start(Path(folder), size, gpu)
+        llm = start(Path(folder), size, gpu, args.mode)
         try:
             line, good = soak(llm, args, size)
         finally:
@@ -240,7 +266,8 @@ def soak(llm: Any, args: argparse.Namespace, size: int) -> tuple[str, bool]:
     free, stats = pool.get_num_free_blocks(), runner.speculator.counters.snapshot()
     flat = all(after[name] - before[name] <= FLAT[name] for name in FLAT)
     done = sum(run.ends.values())
-    good = not run.wrong and done == args.requests and free == blocks and flat and stats.cycles > 0
+    good = not run.wrong and done == args.requests and free == blocks and flat
+    good = good and stats.cycles > 0 and preempted > 0
     ends = " ".join(f"{reason} {count}" for reason, count in sorted(run.ends.items()))
     shown = ", ".join(f"{name} {before[name]:.1f} -> {after[name]:.1f}" for name in before)
     line = (

@@ -72,9 +72,10 @@ def test_trees_part_no_more_often_than_stock_drafts(work: Path, name: str) -> No
     assert parity.equal >= floor.equal - 2 * (2 * 64 * share * (1 - share)) ** 0.5
 
 
-def test_trees_have_plains_tokens_in_fp32(work: Path) -> None:
+@pytest.mark.parametrize("run", ["tree-fp32", "tree-default-fp32"])
+def test_trees_have_plains_tokens_in_fp32(work: Path, run: str) -> None:
     """Greedy and seeded, with top-k, top-p, min_p, logit_bias, penalties."""
-    plain, tree = work / "tree-plain-fp32.json", work / "tree-fp32.json"
+    plain, tree = work / "tree-plain-fp32.json", work / f"{run}.json"
     parity = compare(plain, tree)
     assert parity.equal == parity.requests == 64
     for name, parted in seeded_partings(plain, tree).items():

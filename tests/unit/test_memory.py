@@ -40,9 +40,11 @@ def test_line_leaves_out_what_is_not_there() -> None:
     assert line == "2.75 GiB beside the model: adapter 1.50, draft laws 1.00, buffers 0.25"
 
 
-@pytest.mark.parametrize("rows", [(20, 20, 25, 25), (512, 128, 576, 300), (64, 16, 20, 5)])
-def test_sampling_peak_by_formula(rows: tuple[int, int, int, int]) -> None:
-    draft_rows, filtered, verify_rows, chunk = rows
+@pytest.mark.parametrize(
+    "rows", [(20, 0, 20, 25, 25), (512, 0, 128, 576, 300), (64, 64, 16, 20, 5)]
+)
+def test_sampling_peak_by_formula(rows: tuple[int, int, int, int, int]) -> None:
+    draft_rows, copied, filtered, verify_rows, chunk = rows
     hidden, vocab = 8, 500
     like = torch.zeros(1, hidden, dtype=torch.bfloat16)
     with Peak() as seen, torch.inference_mode():
@@ -51,11 +53,12 @@ def test_sampling_peak_by_formula(rows: tuple[int, int, int, int]) -> None:
             lambda h: torch.empty(len(h), vocab, dtype=h.dtype),
             like,
             draft_rows=draft_rows,
+            copied_rows=copied,
             filtered_rows=filtered,
             verify_rows=verify_rows,
             chunk_rows=chunk,
         )
-    draft = (draft_rows * (2 + 4) + filtered * 4) * vocab
+    draft = (draft_rows * (2 + 4) + copied * 2 + filtered * 4) * vocab
     verify = (verify_rows * 2 + chunk * 8) * vocab
     inputs = max(draft_rows, verify_rows) * hidden * 2
     assert max(draft, verify) <= seen.peak <= max(draft, verify) + inputs

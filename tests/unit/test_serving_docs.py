@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from gpu.serving_report import CHECKS
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -12,7 +13,7 @@ ROWS = [
     for line in (ROOT / "docs/serving.md").read_text().splitlines()
     if line.startswith("|") and not line.startswith(("| feature", "|---"))
 ]
-LINK = re.compile(r"`(tests/\S+?\.py)::(\w+)`")
+LINK = re.compile(r"`(tests/\S+?\.py)::(\w+)(?:\[([\w-]+)\])?`")
 
 
 def functions(file: Path) -> set[str]:
@@ -25,9 +26,11 @@ def missing(row: str) -> list[str]:
     if not named:
         return ["no test"]
     return [
-        f"{file}::{name}"
-        for file, name in named
-        if not (ROOT / file).is_file() or name not in functions(ROOT / file)
+        f"{file}::{name}" + (f"[{case}]" if case else "")
+        for file, name, case in named
+        if not (ROOT / file).is_file()
+        or name not in functions(ROOT / file)
+        or ((name == "test_one_gpu" or case) and case not in CHECKS)
     ]
 
 
@@ -50,3 +53,8 @@ def test_what_is_missing_is_seen() -> None:
         "tests/unit/no_file.py::test_there_are_rows"
     ]
     assert not missing("| a | | | `tests/unit/test_serving_docs.py::test_there_are_rows` |")
+    # One function, many cases: the row says which.
+    one = "tests/gpu/test_serving_gpu.py::test_one_gpu"
+    assert not missing(f"| a | | | `{one}[greedy-awq]` |")
+    assert missing(f"| a | | | `{one}[greedy-no]` |") == [f"{one}[greedy-no]"]
+    assert missing(f"| a | | | `{one}` |") == [one]

@@ -35,7 +35,8 @@ def work(tmp_path: Path) -> Path:
     for name in ("sleep", "sleep-vocab"):
         write(tmp_path, name, sleep=phases)
     (tmp_path / "kv8-tree.log").write_text("kv_cache_dtype=fp8 with uno_mode 'tree': ...")
-    (tmp_path / "soak.out").write_text("soak: 30000 of 30000 requests ...: good")
+    for mode in ("linear", "tree"):
+        (tmp_path / f"soak-{mode}.out").write_text("soak: 30000 of 30000 requests ...: good")
     return tmp_path
 
 
@@ -73,9 +74,9 @@ def test_bad(work: Path) -> None:
         assert verdict(work, "sleep")[0] is False
     write(work, "kv8-tree")
     assert verdict(work, "kv8-tree")[0] is False
-    (work / "soak.out").write_text("soak: 29999 of 30000 requests ...: BAD")
-    assert verdict(work, "soak")[0] is False
-    for missing, check in (("soak.out", "soak"), ("users-uno.json", "users-default")):
+    (work / "soak-tree.out").write_text("soak: 29999 of 30000 requests ...: BAD")
+    assert verdict(work, "soak-tree")[0] is False
+    for missing, check in (("soak-tree.out", "soak-tree"), ("users-uno.json", "users-default")):
         (work / missing).unlink()
         assert verdict(work, check)[0] is False
     (work / "gptq-plain.json").unlink()

@@ -38,6 +38,7 @@ class TreeProposer(UnoProposer):
     """
 
     kv_cache_kinds = (FullAttentionSpec,)
+    copies_logits = True
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
