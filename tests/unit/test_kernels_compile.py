@@ -52,14 +52,14 @@ for groups, block, nodes in ((1, 8, 0), (3, 3, 20)):
 
 rows = {
     "request_ptr": "*i64", "positions_ptr": "*i64", "drafting_ptr": "*i1",
-    "temperature_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64",
+    "one_hot_ptr": "*i1", "temperature_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64",
     "top_k_ptr": "*i32", "top_p_ptr": "*fp32",
 }
 others = {
     "logits_ptr": "*bf16", "block_max_ptr": "*fp32", "x_ptr": "*fp32", "cache_ptr": "*fp32",
     "local_token_ptr": "*i32", "out_ptr": "*i64", "idx_mapping_ptr": "*i64",
-    "temperature_out_ptr": "*fp32", "min_p_out_ptr": "*fp32", "seeds_out_ptr": "*i64",
-    "top_k_out_ptr": "*i32", "top_p_out_ptr": "*fp32",
+    "one_hot_out_ptr": "*i1", "temperature_out_ptr": "*fp32", "min_p_out_ptr": "*fp32",
+    "seeds_out_ptr": "*i64", "top_k_out_ptr": "*i32", "top_p_out_ptr": "*fp32",
 }
 
 def compile_law(kernel, local_max="*fp32", **constants):
@@ -74,9 +74,10 @@ def compile_law(kernel, local_max="*fp32", **constants):
 sizes = {"B": 8, "BLOCKS": 128, "WIDTH": 2048, "ROWS": 8}
 for kernel in (
     draft_law._gather_kernel, draft_law._block_max_kernel, draft_law._filter_input_kernel,
-    draft_law._pick_kernel,
 ):
     compile_law(kernel)
+compile_law(draft_law._pick_kernel, HAS_CACHE=True)
+compile_law(draft_law._pick_kernel, HAS_CACHE=False, cache_ptr=None)
 none = {"x_ptr": None, "block_max_ptr": None}
 compile_law(draft_law._law_kernel, HAS_CACHE=True, FILTERS=True, USE_FP64=False)
 compile_law(draft_law._law_kernel, "*fp64", HAS_CACHE=True, FILTERS=True, USE_FP64=True)
@@ -93,4 +94,4 @@ def test_kernels_compile_for_sm_90() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, env=env, check=False
     )
-    assert done.stdout.count("COMPILED") == 10, done.stdout[-500:] + done.stderr[-3000:]
+    assert done.stdout.count("COMPILED") == 11, done.stdout[-500:] + done.stderr[-3000:]

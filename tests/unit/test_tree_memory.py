@@ -32,6 +32,7 @@ def profiled(max_num_reqs: int, nodes: int, max_num_tokens: int = 8192) -> int:
         _forward=lambda *a: hidden_states,
         compute_logits=logits,
         reduced_head=None,
+        copies_logits=TreeProposer.copies_logits,
         vocab_size=VOCAB,
         block_size=16,
         max_num_reqs=max_num_reqs,
