@@ -112,21 +112,20 @@ class StepRecorder:
             graph: name of its CUDA graph mode.
             width: drafts a request that the next step verifies.
         """
-        if self._verify_graph is not None:
-            self._count("verify", self._verify_graph)
         self._count("draft", graph.lower())
-        self._verify_graph = None
-        self._stats.draft_width = width
         self._timer.end()
-        self._copy.start()
+        self._step_ends(width)
 
     def draft_left_out(self) -> None:
         """The next step verifies nothing: a schedule has turned drafts off."""
+        self._timer.drop()
+        self._step_ends(0)
+
+    def _step_ends(self, width: int) -> None:
         if self._verify_graph is not None:
             self._count("verify", self._verify_graph)
         self._verify_graph = None
-        self._stats.draft_width = 0
-        self._timer.drop()
+        self._stats.draft_width = width
         self._copy.start()
 
     def drop(self) -> None:

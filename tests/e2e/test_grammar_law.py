@@ -7,13 +7,12 @@ The letters are those for which a law that is not shows most on this model.
 
 import itertools
 import math
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from engines import Engine, engine
-from law import chi_square_tail
+from law import law_test
 from law_run import ALPHA
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -46,7 +45,7 @@ def plains_law(e: Engine, letters: list[int]) -> dict[tuple[int, ...], float]:
 
 def p_value(e: Engine, letters: list[int], law: dict[tuple[int, ...], float]) -> float:
     grammar = f"[{LETTERS}]{{2}}[{LETTERS[:2]}]{{9}}"
-    counts: Counter[tuple[int, ...]] = Counter()
+    texts: list[tuple[int, ...]] = []
     for start in range(0, REQUESTS, AT_ONCE):
         params = [
             SamplingParams(
@@ -59,14 +58,14 @@ def p_value(e: Engine, letters: list[int], law: dict[tuple[int, ...], float]) ->
             )
             for i in range(AT_ONCE)
         ]
-        counts.update(tuple(tokens) for tokens in e.tokens([PROMPT] * AT_ONCE, params))
-    assert set(counts) <= set(law)
-    cells = [(counts[text], share * REQUESTS) for text, share in law.items()]
-    large = [cell for cell in cells if cell[1] >= 5]
-    rest = [sum(part) for part in zip(*(cell for cell in cells if cell[1] < 5), strict=True)]
-    large += [tuple(rest)] if rest else []  # type: ignore[list-item]
-    statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
-    return chi_square_tail(statistic, len(large) - 1)
+        texts += [tuple(tokens) for tokens in e.tokens([PROMPT] * AT_ONCE, params)]
+    assert set(texts) <= set(law)
+    number = {text: i for i, text in enumerate(law)}
+    return law_test(
+        torch.zeros(REQUESTS, dtype=torch.int64),
+        torch.tensor([number[text] for text in texts]),
+        torch.tensor(list(law.values())).expand(REQUESTS, -1),
+    ).p_value
 
 
 def test_sampled_text_under_a_grammar_follows_the_law(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class _TreeBuilder:
             "prefix-LM attention": config.model_config.is_mm_prefix_lm,
             "reference sliding window attention": config.model_config.rswa_window is not None,
         }
-        _refuse(config, [what for what, found in unsupported.items() if found])
+        _refuse(config, unsupported)
         # This engine's: another one of the same process may install its own later.
         self._tree = tree_state.installed()
 
@@ -278,10 +278,7 @@ class _TreeImpl:
             != AttentionType.DECODER,
             "FlashAttention 4's kernel for heads of 256": getattr(self, "fa4_hd256", False),
         }
-        _refuse(
-            get_current_vllm_config_or_none(),
-            [what for what, found in unsupported.items() if found],
-        )
+        _refuse(get_current_vllm_config_or_none(), unsupported)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -339,7 +336,8 @@ def _has_trees(config: Any) -> bool:
     return getattr(getattr(config, "speculative_config", None), "uno_mode", None) == "tree"
 
 
-def _refuse(config: Any, found: list[str]) -> None:
+def _refuse(config: Any, unsupported: dict[str, bool]) -> None:
+    found = [what for what, is_there in unsupported.items() if is_there]
     if found and _has_trees(config):
         raise ValueError(
             f"UNO's tree mode does not support {' or '.join(found)}, which this model or its "
