@@ -3,9 +3,10 @@
     python benchmarks/startup.py --out startup.json
 
 A Qwen3-8B shape with dummy weights and a random adapter. Every start is a process of its own.
-Cold: empty caches for vLLM, Inductor and Triton, one set a method; warm: the same again. The
-parts are vLLM's own log lines, by compiled model (`backbone`, `uno_draft_...`); `start` is the
-time of vLLM's `LLM(...)`.
+Cold: empty caches for vLLM, Inductor and Triton, one set a method; warm: the same again (with
+--work and --kinds warm, from the caches that an earlier call left there). The parts are vLLM's
+own log lines, by compiled model (`backbone`, `uno_draft_...`); `start` is the time of vLLM's
+`LLM(...)`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from cycle_cost import SHAPE, write_adapter, write_shape
 
 METHODS = ("plain", "ngram", "uno")
+KINDS = ("cold", "warm")
 # What to take from vLLM's log: name -> pattern with the seconds last.
 PARTS = {
     "load": r"Model loading took .* and (?P<seconds>[\d.]+) seconds",
@@ -60,7 +62,7 @@ def start(args: argparse.Namespace) -> None:
         "uno": {
             "method": "uno",
             "num_speculative_tokens": args.block_size,
-            "uno_lora_path": str(args.work / "adapter"),
+            "uno_lora_path": str(args.work / f"adapter-{args.layers}"),
         },
     }[args.run]
     from vllm import LLM
@@ -68,10 +70,11 @@ def start(args: argparse.Namespace) -> None:
     settings: dict[str, Any] = {"speculative_config": speculative} if speculative else {}
     began = time.perf_counter()
     llm = LLM(
-        str(args.work / "model"),
+        str(args.work / f"model-{args.layers}"),
         load_format="dummy",
         skip_tokenizer_init=True,
-        max_model_len=8192,
+        # As cycle_cost.py's engines, which may share a cache.
+        max_model_len=5624,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=8192,
         seed=0,
@@ -84,6 +87,7 @@ def start(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, method: str, caches: Path, kind: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--run", method, "--work", str(args.work)]
     command += ["--block-size", str(args.block_size), "--max-num-seqs", str(args.max_num_seqs)]
+    command += ["--layers", str(args.layers)]
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -108,12 +112,13 @@ def measure(args: argparse.Namespace, method: str, caches: Path, kind: str) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("startup.json"))
     parser.add_argument("--run", choices=METHODS, help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help="keep model, adapter and caches here")
     args = parser.parse_args()
     if args.run:
         start(args)
@@ -124,17 +129,18 @@ def main() -> None:
     # Or the first start alone would read torch and vLLM from the disk.
     subprocess.run([sys.executable, "-c", "from vllm import LLM"], check=True)
     with tempfile.TemporaryDirectory() as folder:
-        args.work = Path(folder)
-        write_shape(args.work / "model", args.layers)
-        write_adapter(args.work / "adapter", args.layers)
+        args.work = args.work or Path(folder)
+        write_shape(args.work / f"model-{args.layers}", args.layers)
+        if not (args.work / f"adapter-{args.layers}").exists():
+            write_adapter(args.work / f"adapter-{args.layers}", args.layers)
         for method in args.methods:
-            for kind in ("cold", "warm"):
+            for kind in args.kinds:
                 found = measure(args, method, args.work / method, kind)
                 table.setdefault(method, {})[kind] = found
                 args.out.write_text(json.dumps(table, indent=1) + "\n")
                 parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items())
                 print(f"{method:6} {kind}: {parts}", flush=True)
-    if {"plain", "uno"} <= set(table):
+    if {"plain", "uno"} <= set(table) and set(args.kinds) == set(KINDS):
         cold = table["uno"]["cold"]["start"] / table["plain"]["cold"]["start"]
         warm = table["uno"]["warm"]["start"] - table["plain"]["warm"]["start"]
         print(f"UNO over plain: cold x{cold:.2f} (target 1.5), warm {warm:+.1f} s (target +5)")

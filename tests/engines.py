@@ -26,6 +26,8 @@ SMALL: dict[str, Any] = {
     "block_size": 32,
     "seed": 0,
 }
+if torch.cuda.is_available():  # beside other engines
+    SMALL |= {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
 
 
 @contextmanager

@@ -202,8 +202,8 @@ def start(folder: Path, size: int, gpu: bool, mode: str) -> Any:
         block_size=kv_block,
         # Room for fewer than `size` requests of some 60 tokens, so that some are preempted.
         num_gpu_blocks_override=max(size * 40, 2 * MAX_MODEL_LEN) // kv_block,
-        gpu_memory_utilization=0.3,
         enforce_eager=not gpu,
+        **({"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05} if gpu else {}),
         scheduling_policy="priority",
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
         speculative_config={
