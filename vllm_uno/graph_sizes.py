@@ -56,7 +56,7 @@ def graph_sizes(
     most = min(max_num_seqs, limit // verify_rows)
     counts = {1, 2, 3, *range(4, 17, 2), *_from_16_on(most)}
     verify = {n * verify_rows for n in counts if n <= most}
-    # vLLM captures PIECEWISE graphs first, and the first graph's outputs, which FULL ones share, must
+    # vLLM captures PIECEWISE graphs first, and the first one's outputs, which FULL ones share, must
     # have room for all; no batch is to be padded by half for it.
     top = max(verify, default=0)
     mixed |= {n for n in (*range(1280, top, 256), top) if n > largest}

@@ -40,7 +40,8 @@ def keep_sampler(target: nn.Module, vllm_config: VllmConfig, one_hot: torch.Tens
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
             params = new_req_data.sampling_params
-            one_hot[req_index] = params is not None and params.structured_outputs is not None
+            grammar = params is not None and params.structured_outputs is not None
+            one_hot[req_index].fill_(grammar)  # an assignment would wait for the GPU
 
     UnoModelState.__name__ = f"Uno{base.__name__}"
     target.get_model_state_cls = lambda: UnoModelState  # type: ignore[assignment]
