@@ -137,8 +137,11 @@ def test_each_kind_of_graph_has_its_own_sizes() -> None:
     assert set(only_full._capture_descs) == {CUDAGraphMode.FULL}
 
 
-def test_memory_of_draft_graphs_is_extrapolated_as_the_targets() -> None:
-    """Two of ten graphs are captured; the rest are counted at what the second took."""
+@pytest.mark.parametrize(
+    ("took", "each"), [([500, 90, 20], 20), ([500, 15, 20], 15), ([500, 90, 0], 8)]
+)
+def test_memory_of_draft_graphs_is_extrapolated(took: list[int], each: int) -> None:
+    """Three of ten graphs are captured; the rest are counted at what the cheaper later one took."""
 
     def capture(runner: Any) -> int:
         speculator = runner.speculator
@@ -149,13 +152,13 @@ def test_memory_of_draft_graphs_is_extrapolated_as_the_targets() -> None:
                 _capture_mem_samples=None,
             )
             speculator.graph_profile.limit(manager)
-            assert manager._max_full_descs_to_capture == 2
-            manager._capture_mem_samples += [500 << 20, 30 << 20]
+            assert manager._max_full_descs_to_capture == 3
+            manager._capture_mem_samples += [mib << 20 for mib in took]
         return 1000 << 20
 
     profile = cuda_graphs._profile_cudagraph_memory(capture)
     uno = SimpleNamespace(speculator=SimpleNamespace(graph_profile=None))
-    assert profile(uno) == (1000 + 8 * 30) << 20
+    assert profile(uno) == (1000 + 7 * each) << 20
     assert uno.speculator.graph_profile is None
     assert profile(SimpleNamespace(speculator=object())) == 1000 << 20
     assert profile(SimpleNamespace(speculator=None)) == 1000 << 20

@@ -25,13 +25,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import _load_ptr as load_ptr
-from vllm.v1.worker.gpu.cudagraph_utils import (
-    _FULL_GRAPH_PROFILING_SAMPLES as FULL_GRAPH_PROFILING_SAMPLES,
-)
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
-from vllm.v1.worker.gpu.cudagraph_utils import (
-    _extrapolate_full_graph_memory as extrapolate_full_graph_memory,
-)
 from vllm.v1.worker.gpu.dp_utils import DPSyncState, dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
@@ -61,7 +55,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_uno.vllm_hooks.hook import UnsupportedVllm, installed_vllm
 
 __all__ = [
-    "FULL_GRAPH_PROFILING_SAMPLES",
     "NO_LOGPROBS",
     "PAD_SLOT_ID",
     "PROCESSED_LOGPROBS_MODES",
@@ -89,7 +82,6 @@ __all__ = [
     "check_runner_api",
     "compute_topk_scores",
     "dispatch_cg_and_sync_dp",
-    "extrapolate_full_graph_memory",
     "filter_scratch",
     "get_max_chunk_logits",
     "get_num_nans",
@@ -148,7 +140,6 @@ _PARAMETERS: dict[object, tuple[str, ...]] = {
         "slot_mappings",
     ),
     ModelState.custom_sampler: ("self", "sampler"),
-    extrapolate_full_graph_memory: ("mem_samples", "total_graphs"),
     gumbel_sample: (
         "logits",
         "expanded_idx_mapping",
