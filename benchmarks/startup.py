@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -131,10 +132,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or Path(folder)
         write_shape(args.work / f"model-{args.layers}", args.layers)
-        if not (args.work / f"adapter-{args.layers}").exists():
+        if not (args.work / f"adapter-{args.layers}" / "uno_config.json").exists():
             write_adapter(args.work / f"adapter-{args.layers}", args.layers)
         for method in args.methods:
             for kind in args.kinds:
+                if kind == "cold":
+                    shutil.rmtree(args.work / method, ignore_errors=True)
                 found = measure(args, method, args.work / method, kind)
                 table.setdefault(method, {})[kind] = found
                 args.out.write_text(json.dumps(table, indent=1) + "\n")

@@ -24,11 +24,16 @@ class GraphSizes:
         mixed: of batches with prefills.
         verify: of uniform verify batches, multiples of K + 1.
         all: these, and the largest draft: what vLLM is told.
+        room: rows that the outputs of all graphs fit in.
     """
 
     mixed: list[int]
     verify: list[int]
     all: list[int]
+
+    @property
+    def room(self) -> int:
+        return max(self.mixed[-1:] + self.verify[-1:], default=0)
 
 
 def graph_sizes(
@@ -51,15 +56,13 @@ def graph_sizes(
     mixed = {1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *range(640, 1025, 128)}
     mixed = {size for size in mixed if size < largest} | {largest, *more}
     if max_num_seqs * verify_rows > largest:
-        # With a prompt's, verify rows of a moderate load are more than vLLM's largest size.
-        mixed |= {n for n in (640, 768, 1024) if largest < n <= limit}
+        # With a prompt's, verify rows of a moderate load are more than vLLM's largest size. A
+        # product's tiles have 128 rows, so padding to that is free; a larger batch takes longer
+        # than its launches.
+        mixed |= {n for n in range(640, 1025, 128) if largest < n <= limit}
     most = min(max_num_seqs, limit // verify_rows)
     counts = {1, 2, 3, *range(4, 17, 2), *_from_16_on(most)}
     verify = {n * verify_rows for n in counts if n <= most}
-    # vLLM captures PIECEWISE graphs first, and the first one's outputs, which FULL ones share, must
-    # have room for all; no batch is to be padded by half for it.
-    top = max(verify, default=0)
-    mixed |= {n for n in (*range(1280, top, 256), top) if n > largest}
     draft = min(max_num_seqs, limit // block_size) * block_size
     everything = mixed | verify | {draft}
     return GraphSizes(

@@ -26,7 +26,7 @@ from vllm_uno.graph_sizes import GraphSizes, draft_graph_sizes, graph_sizes
 from vllm_uno.vllm_hooks import cuda_graphs
 
 SEQUENCES, ROWS = 24, 512
-STEP = 9 << 20  # bytes that every capture seems to take
+STEP = 20 << 20  # bytes that every capture seems to take
 
 MODES: dict[str, dict[str, Any]] = {
     "linear": {"num_speculative_tokens": 4},
@@ -97,8 +97,12 @@ def test_all_graphs_can_be_captured(model: Path, adapter: Path, mode: str) -> No
         sizes = make_managers(e)
         # More verify rows than vLLM's largest size: they share its buffer of outputs.
         assert sizes.verify[-1] > 64
-        runner.capture_model(profile_only=True)
-        captured = sorted(desc.num_tokens for desc in runner.cudagraph_manager.graphs)
+        manager = runner.cudagraph_manager
+        with mock.patch.object(manager, "run_pw_graph", wraps=manager.run_pw_graph) as ran:
+            runner.capture_model(profile_only=True)
+        piecewise = [len(call.args[1]["positions"]) for call in ran.call_args_list]
+        assert sorted(piecewise) == sorted({*sizes.mixed, sizes.verify[-1]})
+        captured = sorted(desc.num_tokens for desc in manager.graphs)
         assert captured == sizes.verify
         drafts = sorted(desc.num_tokens for desc in speculator.cudagraph_manager.graphs)
         assert drafts == draft_graph_sizes(sizes.all[-1], speculator.block_size, SEQUENCES)

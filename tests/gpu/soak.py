@@ -134,7 +134,7 @@ def keeps_to(grammar: Any, text: str) -> bool:
         found = json.loads(text)
     except ValueError:
         return False
-    return list(found) == ["left"] and 0 <= found["left"] <= 999
+    return isinstance(found, dict) and list(found) == ["left"] and 0 <= found["left"] <= 999
 
 
 def random_params(rng: random.Random) -> Any:

@@ -60,10 +60,12 @@ def test_few_capture_sizes_and_little_padding(
     for each in (sizes.mixed, sizes.verify, sizes.all):
         assert each == sorted(set(each)) and min(each, default=1) > 0
         assert set(each) <= set(sizes.all)
-    assert len(sizes.mixed) <= 38  # vLLM's own: 51 and more
+    assert len(sizes.mixed) <= 34  # vLLM's own: 51 and more
     assert len(sizes.verify) <= 33
-    for tokens in range(1, min(largest, 512) + 1):
-        assert min(n for n in sizes.mixed if n >= tokens) - tokens <= max(15, tokens // 8)
+    for tokens in range(1, min(sizes.mixed[-1], 1024) + 1):
+        padding = min(n for n in sizes.mixed if n >= tokens) - tokens
+        assert padding <= (max(15, tokens // 8) if tokens <= 512 else 127)
+    assert sizes.room == max(sizes.mixed + sizes.verify)
     assert not any(size % rows for size in sizes.verify)
     for wanted in range(1, min(max_num_seqs, 2048 // rows, max_num_batched_tokens // rows) + 1):
         whole = min(size // rows for size in sizes.verify if size >= wanted * rows)
@@ -87,7 +89,7 @@ def target_manager(mode: CUDAGraphMode, sizes: GraphSizes, split: bool) -> Any:
         ),
         cudagraph_mode=mode,
         decode_query_len=9,
-        max_num_reqs=64,
+        max_num_reqs=240,
         lora_capture_cases=[0],
         varlen_decode=False,
         ubatch_runner=None,
@@ -101,33 +103,39 @@ def target_manager(mode: CUDAGraphMode, sizes: GraphSizes, split: bool) -> Any:
     return manager
 
 
-def test_each_kind_of_graph_has_its_own_sizes() -> None:
+@pytest.mark.parametrize("requests", [64, 240])
+def test_each_kind_of_graph_has_its_own_sizes(requests: int) -> None:
     """Verify batches run in FULL graphs, others in PIECEWISE ones, by vLLM's own choice."""
     for each in cuda_graphs.HOOKS:
         each.check()
         each.install()
-    sizes = graph_sizes(512, 8, 9, 64, 8192)
+    sizes = graph_sizes(512, 8, 9, requests, 8192)
     manager = target_manager(CUDAGraphMode.FULL_AND_PIECEWISE, sizes, split=True)
     captured = {
         mode: sorted(desc.num_tokens for desc in descs)
         for mode, descs in manager._capture_descs.items()
     }
-    assert captured == {CUDAGraphMode.FULL: sizes.verify, CUDAGraphMode.PIECEWISE: sizes.mixed}
+    assert captured == {
+        CUDAGraphMode.FULL: sizes.verify,
+        CUDAGraphMode.PIECEWISE: sorted({*sizes.mixed, sizes.room}),
+    }
     assert manager.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
     assert manager.compilation_config.cudagraph_capture_sizes == sizes.all
-    for requests in range(1, 65):
-        found = manager.dispatch(requests, requests * 9, 9, 0)
-        assert found.cg_mode == CUDAGraphMode.FULL and found.num_reqs >= requests
     # The first graph that vLLM captures, a PIECEWISE one, makes the buffer of all outputs.
-    top = manager._capture_descs[CUDAGraphMode.PIECEWISE][0].num_tokens
-    assert top >= max(captured[CUDAGraphMode.FULL])
+    first = manager._capture_descs[CUDAGraphMode.PIECEWISE][0].num_tokens
+    assert first >= max(captured[CUDAGraphMode.FULL])
+    for running in range(1, min(requests, 227) + 1):
+        found = manager.dispatch(running, running * 9, 9, 0)
+        assert found.cg_mode == CUDAGraphMode.FULL and found.num_reqs >= running
+    top = sizes.mixed[-1]
     for tokens in range(1, top + 1):
         found = manager.dispatch(1, tokens, None, 0)
         assert (found.cg_mode, found.num_tokens) == (
             CUDAGraphMode.PIECEWISE,
             min(size for size in sizes.mixed if size >= tokens),
         )
-    assert manager.dispatch(1, top + 1, None, 0).cg_mode == CUDAGraphMode.NONE
+    for tokens in range(top + 1, sizes.all[-1] + 2):
+        assert manager.dispatch(1, tokens, None, 0).cg_mode == CUDAGraphMode.NONE
     # Without FULL graphs, or where a user chose the sizes, vLLM's own way.
     for mode, split in ((CUDAGraphMode.PIECEWISE, True), (CUDAGraphMode.FULL_AND_PIECEWISE, False)):
         manager = target_manager(mode, sizes, split)
@@ -138,7 +146,8 @@ def test_each_kind_of_graph_has_its_own_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("took", "each"), [([500, 90, 20], 20), ([500, 15, 20], 15), ([500, 90, 0], 8)]
+    ("took", "each"),
+    [([500, 90, 20], 20), ([500, 17, 20], 17), ([500, 90, 0], 16), ([500, -9, 90], 16)],
 )
 def test_memory_of_draft_graphs_is_extrapolated(took: list[int], each: int) -> None:
     """Three of ten graphs are captured; the rest are counted at what the cheaper later one took."""
@@ -156,6 +165,10 @@ def test_memory_of_draft_graphs_is_extrapolated(took: list[int], each: int) -> N
             manager._capture_mem_samples += [mib << 20 for mib in took]
         return 1000 << 20
 
+    few = cuda_graphs.GraphProfile()
+    for few.total in (0, 1, 3):
+        few.samples = [90 << 20] * few.total
+        assert few.left_out() == 0
     profile = cuda_graphs._profile_cudagraph_memory(capture)
     uno = SimpleNamespace(speculator=SimpleNamespace(graph_profile=None))
     assert profile(uno) == (1000 + 7 * each) << 20

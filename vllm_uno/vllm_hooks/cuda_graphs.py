@@ -21,10 +21,10 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_uno.vllm_hooks.hook import Hook, UnsupportedVllm, installed_vllm
 from vllm_uno.vllm_hooks.runner_api import CudaGraphManager
 
-# By vLLM's rule, each further graph as large as the second, 52 graphs of an 8B model and its draft
-# would take 3.9 GiB; on an H200 they took 0.3. The second may be the last that makes the pool grow.
+# By vLLM's rule, each further graph as large as the second, the graphs of an 8B model and its draft
+# would take 7.8 GiB; on an H200 they took 4.1. The second may be the last to make the pool grow.
 DRAFT_GRAPH_SAMPLES = 3
-LEAST_GRAPH_BYTES = 8 << 20  # more than those took
+LEAST_GRAPH_BYTES = 16 << 20  # graphs of 36 layers took 5 to 9 MiB more each (inferred)
 
 
 def _init_candidates(original: Any) -> Any:
@@ -38,7 +38,10 @@ def _init_candidates(original: Any) -> Any:
         if not split or sizes is None or config.cudagraph_capture_sizes != sizes.all:
             original(self)
             return
-        passes = [(CUDAGraphMode.FULL_DECODE_ONLY, sizes.verify), (mode.mixed_mode(), sizes.mixed)]
+        # vLLM captures PIECEWISE graphs first, the largest one first, and makes its buffer of
+        # outputs, FULL graphs' too, from that one's.
+        mixed, mixed_sizes = mode.mixed_mode(), sorted({*sizes.mixed, sizes.room})
+        passes = [(CUDAGraphMode.FULL_DECODE_ONLY, sizes.verify), (mixed, mixed_sizes)]
         try:
             # FULL first: a batch that both fit runs in the earlier one.
             for self.cudagraph_mode, chosen in passes:
@@ -47,6 +50,10 @@ def _init_candidates(original: Any) -> Any:
                 original(self)
         finally:
             self.cudagraph_mode, self.compilation_config = mode, config
+        # No batch is to be padded to it.
+        for (num_tokens, _), graphs in self._candidates.items():
+            if num_tokens > sizes.mixed[-1]:
+                graphs[:] = [graph for graph in graphs if graph.cg_mode != mixed]
 
     return _init_candidates
 
