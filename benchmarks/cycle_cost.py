@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -95,6 +96,10 @@ def write_shape(folder: Path, layers: int) -> Path:
 
 
 def write_adapter(folder: Path, layers: int) -> Path:
+    """Unless an earlier call has: the last file that it writes is there."""
+    last = folder / "uno_config.json"
+    if last.exists():
+        return folder
     import torch
     from safetensors.torch import save_file
 
@@ -129,7 +134,7 @@ def write_adapter(folder: Path, layers: int) -> Path:
         "base_model_name_or_path": "qwen3-8b-shape",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    (folder / "uno_config.json").write_text(json.dumps({"noise_low": 1, "mask_token_id": 151669}))
+    last.write_text(json.dumps({"noise_low": 1, "mask_token_id": 151669}))
     return folder
 
 
@@ -299,26 +304,32 @@ def measure_stages(
 
 def time_by_kernel(events: list[Any], steps: int, most: int = 40) -> dict[str, list[float]]:
     """Of the kernels that take longest: milliseconds and launches a step, by name."""
-    totals: dict[str, list[float]] = {}
-    for event in events:
-        total = totals.setdefault(event.name[:120], [0.0, 0.0])
-        total[0] += (event.time_range.end - event.time_range.start) / 1e3 / steps
-        total[1] += 1 / steps
-    return dict(sorted(totals.items(), key=lambda item: -item[1][0])[:most])
+    spans = ((e.name[:120], e.time_range.end - e.time_range.start) for e in events)
+    return longest(spans, steps, most)
 
 
 def gaps_by_place(events: list[Any], steps: int, most: int = 15) -> dict[str, list[float]]:
     """Of the places where no kernel runs: milliseconds and times a step, by "after > before"."""
+
+    def gaps() -> Iterator[tuple[str, float]]:
+        last = None
+        for event in sorted(events, key=lambda e: e.time_range.start):
+            if last is not None and event.time_range.start > last.time_range.end:
+                place = f"{last.name[:60]} > {event.name[:60]}"
+                yield place, event.time_range.start - last.time_range.end
+            if last is None or event.time_range.end > last.time_range.end:
+                last = event
+
+    return longest(gaps(), steps, most)
+
+
+def longest(spans: Iterable[tuple[str, float]], steps: int, most: int) -> dict[str, list[float]]:
+    """Names and microseconds -> milliseconds and times a step, of the names that take longest."""
     totals: dict[str, list[float]] = {}
-    last = None
-    for event in sorted(events, key=lambda e: e.time_range.start):
-        if last is not None and event.time_range.start > last.time_range.end:
-            place = f"{last.name[:60]} > {event.name[:60]}"
-            total = totals.setdefault(place, [0.0, 0.0])
-            total[0] += (event.time_range.start - last.time_range.end) / 1e3 / steps
-            total[1] += 1 / steps
-        if last is None or event.time_range.end > last.time_range.end:
-            last = event
+    for name, microseconds in spans:
+        total = totals.setdefault(name, [0.0, 0.0])
+        total[0] += microseconds / 1e3 / steps
+        total[1] += 1 / steps
     return dict(sorted(totals.items(), key=lambda item: -item[1][0])[:most])
 
 
@@ -344,8 +355,7 @@ def main() -> None:
         work = Path(folder)
         for old in work.glob("started-*"):
             old.unlink()
-        if not (work / f"adapter-{args.layers}" / "uno_config.json").exists():
-            write_adapter(work / f"adapter-{args.layers}", args.layers)
+        write_adapter(work / f"adapter-{args.layers}", args.layers)
         runs: dict[str, Any] = {}
         # Plain vLLM reads the first setting for its name alone.
         engines = [("plain", args.settings[0]), *(("uno", setting) for setting in args.settings)]

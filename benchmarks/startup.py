@@ -132,8 +132,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or Path(folder)
         write_shape(args.work / f"model-{args.layers}", args.layers)
-        if not (args.work / f"adapter-{args.layers}" / "uno_config.json").exists():
-            write_adapter(args.work / f"adapter-{args.layers}", args.layers)
+        write_adapter(args.work / f"adapter-{args.layers}", args.layers)
         for method in args.methods:
             for kind in args.kinds:
                 if kind == "cold":

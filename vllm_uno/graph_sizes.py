@@ -53,13 +53,14 @@ def graph_sizes(
         more: sizes for mixed batches that are to be among them.
     """
     limit = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
-    mixed = {1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *range(640, 1025, 128)}
+    moderate = range(640, 1025, 128)
+    mixed = {1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *moderate}
     mixed = {size for size in mixed if size < largest} | {largest, *more}
     if max_num_seqs * verify_rows > largest:
         # With a prompt's, verify rows of a moderate load are more than vLLM's largest size. Tiles
         # of a product have 128 rows or more, so padding to that costs next to nothing; a larger
         # batch takes longer than its launches.
-        mixed |= {n for n in range(640, 1025, 128) if largest < n <= limit}
+        mixed |= {n for n in moderate if largest < n <= limit}
     most = min(max_num_seqs, limit // verify_rows)
     counts = {1, 2, 3, *range(4, 17, 2), *_from_16_on(most)}
     verify = {n * verify_rows for n in counts if n <= most}
