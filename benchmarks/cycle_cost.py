@@ -3,7 +3,9 @@
     python benchmarks/cycle_cost.py --out cycle_cost.json
     python benchmarks/cycle_cost.py --settings 8 16/32/32 --requests 1 8 32 --context 4600
 
-A setting is B, or B/K/V in tree mode. Dummy weights, a random adapter (rank 128, all projections)
+A setting is B, or B/K/V in tree mode, with +fp8 and +CONTEXT for drafts that are made with FP8
+weights and a part of the context (8+fp8+1024): what these cost in acceptance is not in the figures
+here, but in quality.py's. Dummy weights, a random adapter (rank 128, all projections)
 and imposed acceptance: the figures say what a cycle costs, not what text it writes. Plain vLLM and
 UNO run in the same call, each in a process of its own; every figure is a ratio between the two.
 With --side-by-side they start together, where the GPU has room for all, and then take turns, row by
@@ -63,7 +65,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, nargs="+", default=[128, 4600])
-    parser.add_argument("--settings", nargs="+", default=["8"], metavar="B[/K/V]")
+    parser.add_argument("--settings", nargs="+", default=["8"], metavar="B[/K/V][+fp8][+CONTEXT]")
     parser.add_argument("--max-num-seqs", type=int, help="of the engines (default: most requests)")
     parser.add_argument("--work", type=Path, help="keep the model here: the next start is warm")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
@@ -81,8 +83,15 @@ def arguments() -> argparse.Namespace:
 
 
 def uno_settings(setting: str) -> dict[str, Any]:
-    """vLLM's speculative_config of "B", or of "B/K/V" for trees."""
-    return uno_config(None, *(int(n) for n in setting.split("/")))
+    """vLLM's speculative_config of "B", or of "B/K/V" for trees, with +fp8 and +CONTEXT."""
+    sizes, *drafts = setting.split("+")
+    config = uno_config(None, *(int(n) for n in sizes.split("/")))
+    for draft in drafts:
+        if draft == "fp8":
+            config["uno_draft_quantization"] = draft
+        else:
+            config["uno_draft_context"] = int(draft)
+    return config
 
 
 def file_name(kind: str, setting: str) -> str:
@@ -151,7 +160,7 @@ def measure(args: argparse.Namespace) -> None:
             **uno_settings(setting),
             "uno_lora_path": str(args.work / f"adapter-{args.layers}"),
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": PAPER_TAU.get(setting, 5.0),
+            "synthetic_acceptance_length": PAPER_TAU.get(setting.split("+")[0], 5.0),
         }
     if args.engines:
         # No engine may take the memory for itself, nor be misled by what another takes meanwhile.
@@ -388,7 +397,7 @@ def main() -> None:
             key = (row["requests"], row["context"])
             step, cycle = (ms[len(ms) // 2] for ms in (plain[key], row["ms"]))
             cost = cycle / step
-            gain = PAPER_TAU.get(setting, float("nan")) / cost
+            gain = PAPER_TAU.get(setting.split("+")[0], float("nan")) / cost
             table.append(
                 {
                     "setting": setting,

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from vllm_uno.draft_view import shallow_copy
+from vllm_uno.reloads import ReloadWatch
 
 
 class ReducedHead:
@@ -58,8 +59,6 @@ class ReducedHead:
         self.first_id = int(ids[0])
         self.rows = _RowsOfHead(torch.from_numpy(ids).to(device))
         self._processor = _replace_logits_processor(view, self.rows)
-        self._loads = 0
-        _count_loads(target, self)
         # The head that the model hands its logits processor is known once it has.
         probe = torch.zeros(1, hidden_size, dtype=dtype, device=device)
         # Not inference mode: waking from sleep writes into the gathered rows outside it.
@@ -71,7 +70,7 @@ class ReducedHead:
                 f"uno_draft_vocab: the head of {type(view).__name__} cannot be reduced (its "
                 f"compute_logits gives {shape} instead of [1, {len(ids)}]). Leave it out."
             )
-        self._seen = self._state()
+        self._watch = ReloadWatch(target, lambda: self.rows.head.weight)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -88,15 +87,8 @@ class ReducedHead:
 
         Under tensor parallelism a collective: reloads happen on all ranks alike.
         """
-        state = self._state()
-        if state != self._seen:
+        if self._watch.reloaded():
             self.rows.gather()
-            self._seen = state
-
-    def _state(self) -> tuple[object, ...]:
-        weight = self.rows.head.weight
-        version = 0 if weight.is_inference() else weight._version
-        return self._loads, id(weight), weight.data_ptr(), version
 
     def reduced(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> [rows, D], column i being token `ids[i]`."""
@@ -244,19 +236,3 @@ def _replace_logits_processor(view: nn.Module, rows: _RowsOfHead) -> LogitsProce
     copied.__dict__["org_vocab_size"] = len(rows.ids)
     parent._modules[key] = _ReducedLogits(copied, rows)
     return processor
-
-
-def _count_loads(target: nn.Module, head: ReducedHead) -> None:
-    """Count calls of `target.load_weights`, by which vLLM's reloads write weights.
-
-    They may write through `.data`, which no version counter sees.
-    """
-    load_weights = getattr(target, "load_weights", None)
-    if load_weights is None:
-        return
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        head._loads += 1
-        return load_weights(*args, **kwargs)
-
-    target.load_weights = counted  # type: ignore[assignment]

@@ -25,13 +25,14 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 
 import vllm_uno
 from vllm_uno.adapter import LinearLora
+from vllm_uno.draft_fp8 import Fp8Weights
 from vllm_uno.lora_kernels import kernels_available
 from vllm_uno.lora_linear import UnoLinearMethod
 from vllm_uno.ops import extension_available
 
 
-def view_digest(loras: Mapping[str, LinearLora], block_size: int) -> str:
-    """Identity of the view's *code*: B, targets, slices and ranks, plugin version.
+def view_digest(loras: Mapping[str, LinearLora], block_size: int, fp8: bool = False) -> str:
+    """Identity of the view's *code*: B, targets, slices and ranks, FP8 or not, plugin version.
 
     Two adapters of equal shape share compiled code, since weights are inputs of
     it; B is a constant in it.
@@ -39,7 +40,7 @@ def view_digest(loras: Mapping[str, LinearLora], block_size: int) -> str:
     fused = any(kernels_available(lora.a.device) for lora in loras.values())
     # What traced code calls differs with the extension; vLLM compares Python sources only.
     identity = hashlib.sha256(
-        f"{vllm_uno.__version__} {block_size} {extension_available()} {fused}".encode()
+        f"{vllm_uno.__version__} {block_size} {extension_available()} {fused} {fp8}".encode()
     )
     for name in sorted(loras):
         lora = loras[name]
@@ -51,7 +52,11 @@ def view_digest(loras: Mapping[str, LinearLora], block_size: int) -> str:
 
 
 def build_draft_view(
-    target: nn.Module, loras: Mapping[str, LinearLora], block_size: int, vllm_config: VllmConfig
+    target: nn.Module,
+    loras: Mapping[str, LinearLora],
+    block_size: int,
+    vllm_config: VllmConfig,
+    fp8: Fp8Weights | None = None,
 ) -> nn.Module:
     """Clone `target`'s structure with a LoRA on each layer named in `loras`.
 
@@ -61,6 +66,7 @@ def build_draft_view(
             clone that computes what the target computes.
         block_size: B.
         vllm_config: the engine's; the view compiles under a copy of it.
+        fp8: takes quantised weights for the layers named in `loras`; None: as the target's.
 
     Raises:
         ValueError: a name in `loras` is no module of the target.
@@ -68,8 +74,8 @@ def build_draft_view(
     modules = dict(target.named_modules())
     if missing := [name for name in loras if name not in modules]:
         raise ValueError(f"UNO adapter: no such module in the model: {', '.join(missing[:5])}")
-    view = _clone(target, "", loras, block_size)
-    tag = f"uno_draft_{view_digest(loras, block_size)}"
+    view = _clone(target, "", loras, block_size, fp8)
+    tag = f"uno_draft_{view_digest(loras, block_size, fp8 is not None)}"
     for module in view.modules():
         compiles = isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(
             module, "do_not_compile", True
@@ -80,7 +86,11 @@ def build_draft_view(
 
 
 def _clone(
-    module: nn.Module, name: str, loras: Mapping[str, LinearLora], block_size: int
+    module: nn.Module,
+    name: str,
+    loras: Mapping[str, LinearLora],
+    block_size: int,
+    fp8: Fp8Weights | None,
 ) -> nn.Module:
     """Clone what holds a targeted layer, or a user-LoRA wrapper, below it."""
     if isinstance(module, BaseLayerWithLoRA):
@@ -90,10 +100,11 @@ def _clone(
     lora = loras.get(name)
     if lora is not None:
         copied = shallow_copy(module)
-        UnoLinearMethod.attach(copied, module, lora, block_size)
+        quantised = fp8 is not None and fp8.quantise(name, copied, module)
+        UnoLinearMethod.attach(copied, module, lora, block_size, quantised)
         return copied
     children = {
-        key: _clone(child, f"{name}.{key}" if name else key, loras, block_size)
+        key: _clone(child, f"{name}.{key}" if name else key, loras, block_size, fp8)
         for key, child in module._modules.items()
         if child is not None
     }

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -177,17 +178,16 @@ def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
     return _SIDE_STREAMS[key]
 
 
-def lora_beside(
+def beside(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    product: Callable[[], torch.Tensor],
     a: torch.Tensor,
     b: torch.Tensor,
     end0: int,
     end1: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and on the side stream meanwhile d: both [M, out]."""
+    """y = product(), and on the side stream meanwhile d: both [M, out]."""
     main = torch.cuda.current_stream(x.device)
     side = _side_stream(main)
     # Allocated here, and the fork waits for `main`, which waits at the join: no block of memory
@@ -198,13 +198,19 @@ def lora_beside(
     with torch.cuda.stream(side):
         torch.mm(x, a.t(), out=h)
         torch.ops.vllm_uno.lora_expand_(d, h, b, end0, end1, block_size)
-    y = F.linear(x, weight, bias)
+    y = product()
     main.wait_stream(side)
     return y, d
 
 
+def _uno_linear_cuda(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *lora: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return beside(x, lambda: F.linear(x, weight, bias), *lora)
+
+
 def _uno_linear_sum_cuda(*layer: Any) -> torch.Tensor:
-    y, d = lora_beside(*layer)
+    y, d = _uno_linear_cuda(*layer)
     return y.add_(d)
 
 
@@ -249,7 +255,7 @@ _LIBRARY.define(
     "lora_delta(Tensor x, Tensor a, Tensor b, int end0, int end1, int block_size) -> Tensor"
 )
 _LIBRARY.impl("uno_linear", uno_linear_reference, "CPU")
-_LIBRARY.impl("uno_linear", lora_beside, "CUDA")
+_LIBRARY.impl("uno_linear", _uno_linear_cuda, "CUDA")
 _LIBRARY.impl("uno_linear_sum", _uno_linear_sum_reference, "CPU")
 _LIBRARY.impl("uno_linear_sum", _uno_linear_sum_cuda, "CUDA")
 _LIBRARY.impl("lora_delta", lora_delta_reference, "CPU")

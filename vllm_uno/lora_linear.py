@@ -4,8 +4,9 @@
 
 Row n of the draft pass is a seed row where n % B == 0: it sees base weights only.
 The base method is called as it is, so quantised layers stay what they are (but for
-one that is cuBLAS's product and no more, which the kernels call themselves); the
-LoRA is added before a row-parallel layer's all-reduce.
+one that is cuBLAS's product and no more, which the kernels call themselves, or which
+has FP8 weights of the view's own, draft_fp8.py); the LoRA is added before a
+row-parallel layer's all-reduce.
 
 The A's of a packed layer (q, k and v; gate and up) are one matrix; each slice of
 the output has its own B. On a GPU the kernels of `lora_kernels` do the same, where
@@ -26,6 +27,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
 
 from vllm_uno.adapter import LinearLora
+from vllm_uno.draft_fp8 import quantise_rows
 from vllm_uno.lora_kernels import kernel_lora, kernels_available
 from vllm_uno.ops import lora_shrink
 from vllm_uno.vllm_hooks.linear_api import is_plain_linear
@@ -122,10 +124,22 @@ class UnoLinearMethod(LinearMethodBase):
         self.calls: int | None = None
         # Ends of the kernels' slices, where these kernels run.
         self.ends: tuple[int, int] | None = None
+        self.fp8 = False
 
     @classmethod
-    def attach(cls, layer: nn.Module, target: nn.Module, lora: LinearLora, block_size: int) -> None:
-        """Give `layer`, a shallow copy of `target`, the gated LoRA."""
+    def attach(
+        cls,
+        layer: nn.Module,
+        target: nn.Module,
+        lora: LinearLora,
+        block_size: int,
+        fp8: bool = False,
+    ) -> None:
+        """Give `layer`, a shallow copy of `target`, the gated LoRA.
+
+        Args:
+            fp8: the layer has quantised weights (draft_fp8.py) that make the base product.
+        """
         method = cls(target, lora, block_size)
         kernel = kernel_lora(lora) if kernels_available(lora.a.device) else None
         if kernel is not None:
@@ -136,6 +150,7 @@ class UnoLinearMethod(LinearMethodBase):
             layer.register_buffer("uno_a", lora.a, persistent=False)
             for i, weight in enumerate(lora.b):
                 layer.register_buffer(f"uno_b{i}", weight, persistent=False)
+        method.fp8 = fp8
         # Not by setattr: the copy's `__dict__` already has one, and it is no module.
         layer.__dict__["quant_method"] = method
         # Or a fused activation may hand over x quantised (FP8, NVFP4); A needs it as it is.
@@ -154,25 +169,36 @@ class UnoLinearMethod(LinearMethodBase):
     def _apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.ends is not None:
             return self._apply_kernels(layer, x.contiguous(), bias)
-        out = self.base.apply(self.target, x, bias)
+        if self.fp8:
+            out = torch.ops.vllm_uno.fp8_product(x, *self._quantised(layer, x), bias)
+        else:
+            out = self.base.apply(self.target, x, bias)
         b = [getattr(layer, f"uno_b{i}") for i in range(len(self.out_slices))]
         return self._add(layer, out, x, b)
+
+    @staticmethod
+    def _quantised(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return *quantise_rows(x), layer.uno_wq, layer.uno_sw
 
     def _apply_kernels(
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         assert self.ends is not None
+        ops = torch.ops.vllm_uno
+        lora = (layer.uno_a, layer.uno_b, *self.ends, self.block_size)
         weight = self.target.weight if self.plain else None
-        if weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
-            rest = (layer.uno_a, layer.uno_b, *self.ends, self.block_size)
-            if isinstance(self.target, QKVParallelLinear):
-                return torch.ops.vllm_uno.uno_linear_sum(x, weight, bias, *rest)
-            out, delta = torch.ops.vllm_uno.uno_linear(x, weight, bias, *rest)
-            return out + delta
-        out = self.base.apply(self.target, x, bias)
-        return out + torch.ops.vllm_uno.lora_delta(
-            x, layer.uno_a, layer.uno_b, *self.ends, self.block_size
-        )
+        if self.fp8:
+            product = (x, *self._quantised(layer, x), bias)
+            linear, linear_sum = ops.uno_linear_fp8, ops.uno_linear_sum_fp8
+        elif weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
+            product = (x, weight, bias)
+            linear, linear_sum = ops.uno_linear, ops.uno_linear_sum
+        else:
+            return self.base.apply(self.target, x, bias) + ops.lora_delta(x, *lora)
+        if isinstance(self.target, QKVParallelLinear):
+            return linear_sum(*product, *lora)
+        out, delta = linear(*product, *lora)
+        return out + delta
 
     def _add(
         self, layer: Any, out: torch.Tensor, x: torch.Tensor, b: list[torch.Tensor]

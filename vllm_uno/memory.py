@@ -30,12 +30,14 @@ class Footprint:
         adapter: A and B of all layers.
         draft_laws: fp32 [max_num_seqs, B, V]; 0 for greedy drafts.
         draft_head: the gathered rows of a draft vocabulary.
+        fp8_weights: the draft view's own weights of targeted layers.
         buffers: inputs and outputs of the draft pass.
     """
 
     adapter: int
     draft_laws: int
     draft_head: int
+    fp8_weights: int
     buffers: int
 
     @property
@@ -55,24 +57,28 @@ def footprint(
     view: nn.Module,
     draft_laws: torch.Tensor | None,
     draft_head: Iterable[torch.Tensor],
+    fp8_weights: Iterable[torch.Tensor],
     device: torch.device,
     *buffer_owners: Any,
 ) -> Footprint:
     """Count tensors, each storage once.
 
     Args:
-        view: the draft view; its buffers named `uno_*` are the adapter.
+        view: the draft view; its buffers named `uno_*` are the adapter, but for `fp8_weights`.
         draft_laws: the cache of draft laws.
         draft_head: the reduced head's own tensors.
+        fp8_weights: of `Fp8Weights`.
         device: the GPU; tensors elsewhere do not count.
         buffer_owners: objects with tensors as attributes; not searched deeper.
     """
     adapter = (b for name, b in view.named_buffers() if name.rpartition(".")[2][:4] == "uno_")
     seen: set[int] = set()
+    quantised = _bytes(fp8_weights, seen)  # first: each storage counts once
     return Footprint(
         adapter=_bytes(adapter, seen),
         draft_laws=_bytes([] if draft_laws is None else [draft_laws], seen),
         draft_head=_bytes(draft_head, seen),
+        fp8_weights=quantised,
         buffers=_bytes(_tensors_of(buffer_owners, device), seen),
     )
 

@@ -24,6 +24,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 
 from vllm_uno.adapter import load_adapter
 from vllm_uno.adapter_source import AdapterSource, fetch_adapter
+from vllm_uno.draft_context import DraftBlocks
+from vllm_uno.draft_fp8 import Fp8Weights
 from vllm_uno.draft_graphs import capture_draft_graphs, capture_sampling_graphs
 from vllm_uno.draft_head import ReducedHead
 from vllm_uno.draft_inputs import DraftRows, prepare_draft_inputs
@@ -131,6 +133,7 @@ class UnoProposer(DraftModelSpeculator):
         self._graph_scratch: list[torch.Tensor] = []
         self.draft_sampler: DraftSampler | None = None
         self.reduced_head: ReducedHead | None = None
+        self.fp8: Fp8Weights | None = None
         self._checked_loras = False
         self._told_memory = False
         self._warmed_up = False
@@ -150,10 +153,14 @@ class UnoProposer(DraftModelSpeculator):
             self.speculative_config.uno_lora_path, self.speculative_config.uno_lora_revision
         )
         loras = load_adapter(fetch_adapter(source), target_model, self.dtype, self.device)
-        view = build_draft_view(target_model, loras, self.block_size, self.vllm_config)
+        if self.speculative_config.uno_draft_quantization == "fp8":
+            self.fp8 = Fp8Weights()
+        view = build_draft_view(target_model, loras, self.block_size, self.vllm_config, self.fp8)
         logger.info(
             "UNO: adapter %s on %d layers, block size %d", source, len(loras), self.block_size
         )
+        if self.fp8 is not None:
+            self.fp8.loaded(target_model)
         slow = slow_path(self.device)
         if slow is not None:
             logger.warning("UNO: the adapter runs in plain PyTorch, which is slow: %s", slow)
@@ -209,7 +216,15 @@ class UnoProposer(DraftModelSpeculator):
                     )
         self.model_state = model_state
         self.kv_cache_config = kv_cache_config
-        self.block_tables = block_tables
+        self.kv_blocks = block_tables
+        # What attention metadata is built from.
+        self.block_tables: Any = block_tables
+        self.draft_blocks: DraftBlocks | None = None
+        context = self.speculative_config.uno_draft_context
+        if context is not None:
+            self._refuse_partial_context(kv_cache_config)
+            self.draft_blocks = DraftBlocks(block_tables, context, self.block_size)
+            self.block_tables = self.draft_blocks
         # Builders of our own: their scratch (FlashAttention's schedule) must not
         # be shared with the verify graphs.
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
@@ -226,6 +241,15 @@ class UnoProposer(DraftModelSpeculator):
         model_state.uno_recorder = self.recorder
         self._tell_memory()
         self._warm_up()
+
+    @staticmethod
+    def _refuse_partial_context(kv_cache_config: KVCacheConfig) -> None:
+        kinds = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
+        if len(kv_cache_config.kv_cache_groups) != 1 or kinds != {FullAttentionSpec}:
+            raise ValueError(
+                "uno_draft_context needs a model whose layers all attend to the whole context; "
+                "this one has layers with a window, or several kinds of KV cache. Leave it out."
+            )
 
     def _set_sampler(self, sampler: Sampler) -> None:
         law_rows = LawRows.allocate(
@@ -246,6 +270,7 @@ class UnoProposer(DraftModelSpeculator):
             self.model,
             self.draft_logits,
             head,
+            [] if self.fp8 is None else self.fp8.tensors,
             self.device,
             self,
             self.input_buffers,
@@ -450,6 +475,8 @@ class UnoProposer(DraftModelSpeculator):
 
         if self.reduced_head is not None:
             self.reduced_head.refresh()
+        if self.fp8 is not None:
+            self.fp8.refresh()
         desc, dp_sync = self._dispatch(num_reqs, dp_sync_state, need_eager=is_profile)
         full_graph = desc.cg_mode == CUDAGraphMode.FULL
         # More than `num_reqs` in a graph, and where data-parallel ranks agreed on more rows.
@@ -465,7 +492,7 @@ class UnoProposer(DraftModelSpeculator):
             prefill_len=self.req_states.prefill_len.gpu,
             last_sampled=last_sampled,
             seeds=seeds,
-            block_tables=self.block_tables,
+            block_tables=self.kv_blocks,
             block_size=block,
             padded_reqs=padded_reqs,
             max_model_len=self._length_limit(),
@@ -474,6 +501,8 @@ class UnoProposer(DraftModelSpeculator):
             live=not dummy_run,
             verified_depths=self.verified_depths,
         )
+        if self.draft_blocks is not None:
+            self.draft_blocks.shorten(self.input_buffers.seq_lens, num_reqs)
         if self.draft_sampler is not None:
             self.draft_sampler.rows.gather(
                 input_batch.idx_mapping,
@@ -566,6 +595,8 @@ class UnoProposer(DraftModelSpeculator):
         block = self.block_size
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().max())
         self.draft_max_seq_len = min(longest + block, self._length_limit())
+        if self.draft_blocks is not None:
+            self.draft_max_seq_len = min(self.draft_max_seq_len, self.draft_blocks.max_seq_len)
         num_tokens = desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else num_reqs * block
         return self._build_attn_metadata(
             num_reqs=num_reqs,

@@ -7,7 +7,9 @@ shapes of the adapter) is checked there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vllm_uno.vllm_hooks.cpu_interpreter import SWITCH as CPU_SWITCH
 
@@ -33,6 +35,7 @@ def validate(vllm_config: VllmConfig) -> None:
         *_cache_problems(vllm_config),
         *_limit_problems(vllm_config),
         *_tree_problems(vllm_config),
+        *_draft_problems(vllm_config),
         *_other_problems(vllm_config),
     ]
     if vllm_config.model_config is not None:
@@ -202,6 +205,29 @@ def _tree_problems(vllm_config: VllmConfig) -> list[str]:
         problems.append(
             f"kv_cache_dtype={kind} with uno_mode 'tree': tree attention reads no quantised KV "
             f"cache; {linear}"
+        )
+    return problems
+
+
+def _draft_problems(vllm_config: VllmConfig) -> list[str]:
+    spec: Any = vllm_config.speculative_config
+    if spec.uno_draft_quantization is None:
+        return []
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():  # for trying and testing
+        return []
+    problems = []
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(89):
+        problems.append(
+            "uno_draft_quantization='fp8': this device has no FP8 products (NVIDIA GPUs of compute "
+            "capability 8.9 and newer have); leave it out"
+        )
+    model = vllm_config.model_config
+    if model is not None and model.dtype not in (torch.bfloat16, torch.float16):
+        problems.append(
+            f"uno_draft_quantization='fp8' with dtype={model.dtype}: FP8 products give bfloat16 "
+            "or float16; set dtype to one of these, or leave it out"
         )
     return problems
 

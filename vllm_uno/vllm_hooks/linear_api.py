@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from vllm import envs
+from typing import Any
+
+import torch
+from vllm import _custom_ops, envs
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import default_unquantized_gemm
+from vllm.platforms import current_platform
 
 
 def is_plain_linear(method: object) -> bool:
@@ -15,3 +19,37 @@ def is_plain_linear(method: object) -> bool:
         and method._gemm_impl is default_unquantized_gemm
         and not envs.VLLM_BATCH_INVARIANT
     )
+
+
+def plain_weight(layer: Any) -> torch.Tensor | None:
+    """The weight [out, in] of a layer that computes x W^T + bias and no more, else None.
+
+    On a CPU vLLM packs weights and may drop what they were made from: the layer's own product
+    with the unit matrix gives them back (each sum has one term). A copy for the tests' sake.
+    """
+    method = layer.quant_method
+    if is_plain_linear(method):
+        weight: torch.Tensor = layer.weight
+        return weight
+    if not current_platform.is_cpu() or type(method) is not UnquantizedLinearMethod:
+        return None
+    unit = torch.eye(layer.input_size_per_partition, dtype=layer.params_dtype)
+    return method.apply(layer, unit).t().contiguous()
+
+
+def fp8_matmul(
+    xq: torch.Tensor,
+    wq: torch.Tensor,
+    sx: torch.Tensor,
+    sw: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """vLLM's own FP8 product (CUTLASS): [N, K] x [M, K] -> [N, M], scales a row and a column.
+
+    Args:
+        xq, wq: FP8 E4M3 [N, K] and [M, K]; M and K are multiples of 16.
+        sx, sw: fp32 [N, 1] and [M, 1].
+        dtype: bfloat16 or float16, the bias's too.
+    """
+    return _custom_ops.cutlass_scaled_mm(xq, wq.t(), sx, sw, dtype, bias)
