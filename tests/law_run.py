@@ -254,8 +254,12 @@ def law_engine(
     max_num_seqs: int | None = None,
     eager: bool = False,
     draft_vocab: Path | None = None,
+    **more: Any,
 ) -> Iterator[Engine]:
-    """An engine for settings with `setting`'s way of drafting; models are kept in `folder`."""
+    """An engine for settings with `setting`'s way of drafting; models are kept in `folder`.
+
+    `more`: of the speculative config.
+    """
     from engines import engine
 
     write_models(folder)
@@ -284,6 +288,7 @@ def law_engine(
         "uno_lora_path": str(folder / "adapter"),
         "num_speculative_tokens": setting.drafts,
         "uno_draft_vocab": None if draft_vocab is None else str(draft_vocab),
+        **more,
     }
     if setting.tree is None:
         uno["draft_sample_method"] = setting.draft

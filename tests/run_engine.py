@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -75,6 +76,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--sleep", action="store_true", help="sleep and wake, levels 1 and 2")
     parser.add_argument("--draft-vocab", action="store_true", help="draft with every third token")
+    parser.add_argument("--draft-fp8", action="store_true", help="uno_draft_quantization")
+    parser.add_argument("--draft-context", type=int, help="uno_draft_context")
     parser.add_argument("--cache", default=None, help="VLLM_CACHE_ROOT")
     parser.add_argument("--oracle", action="store_true", help="draft logits against PEFT")
     parser.add_argument("--sampled", action="store_true", help="row-0 acceptance by parameter")
@@ -125,6 +128,9 @@ def start(args: argparse.Namespace) -> tuple[Any, Path, Path]:
                 "uno_tree_top_k": top_k,
                 "num_speculative_tokens": nodes,
             }
+        if args.draft_fp8:
+            settings["speculative_config"]["uno_draft_quantization"] = "fp8"
+        settings["speculative_config"]["uno_draft_context"] = args.draft_context
         if args.draft_vocab:
             file = args.work / f"{args.name}-vocab.json"
             size = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -455,13 +461,16 @@ def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None
     from prompts import make_prompts
     from vllm import SamplingParams
 
-    reference = DraftOracle(model, adapter)
+    reference = DraftOracle(model, adapter, fp8=result["draft_fp8"])
     base = DraftOracle(model)
     block = llm.collective_rpc(draft_block_size)[0]
     result["slow_layers"] = llm.collective_rpc(layers_without_kernels)
     llm.collective_rpc(start_recording)
     worst = worst_row0 = moved = 0.0
-    for prompt in make_prompts(llm.llm_engine.model_config.get_vocab_size())[2:5]:
+    prompts = make_prompts(llm.llm_engine.model_config.get_vocab_size())[2:5]
+    if result["draft_context"]:  # longer than what is seen of it
+        prompts += make_prompts(VOCAB, 2, lengths=(150, 290), seed=1)
+    for prompt in prompts:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         llm.collective_rpc(take_records)
         out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
@@ -476,7 +485,9 @@ def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None
             if context[0] >= len(text) or text[context[0]] != ids[0]:
                 continue  # drafted past the end of the request
             logits = record.logits[0]
-            want = reference.draft_logits(text[: context[0]], ids)
+            left_out = unseen(result, context[0] + block)
+            result["left_out"] = max(result.get("left_out", 0), len(left_out))
+            want = reference.draft_logits(text[: context[0]], ids, left_out)
             plain = base.draft_logits(text[: context[0]], ids)
             kept = logits[0].isfinite()
             result["columns"] = int(kept.sum())
@@ -493,6 +504,16 @@ def oracle(llm: Any, model: Path, adapter: Path, result: dict[str, Any]) -> None
             result["oracle_blocks"] = result.get("oracle_blocks", 0) + 1
     assert result.get("oracle_blocks"), "no block was compared"
     result.update(oracle_error=worst, oracle_row0=worst_row0, adapter_moves=moved)
+
+
+def unseen(result: dict[str, Any], length: int) -> range:
+    """Positions that draft rows leave out, by uno_draft_context's own words: all but the first KV
+    block and the last ones, that the rows and so many tokens before them may begin anywhere in."""
+    if not result["draft_context"]:
+        return range(0)
+    kv_block, block = result["kv_block_size"], result["block_size"]
+    last = math.ceil((result["draft_context"] + block - 1) / kv_block) + 1
+    return range(kv_block, kv_block * max(1, math.ceil(length / kv_block) - last))
 
 
 def sampled(llm: Any, runner: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -541,7 +562,13 @@ def main() -> None:
     if args.cache:
         os.environ["VLLM_CACHE_ROOT"] = args.cache
     args.work.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"draft_vocab": args.draft_vocab}
+    result: dict[str, Any] = {
+        "draft_vocab": args.draft_vocab,
+        "draft_fp8": args.draft_fp8,
+        "draft_context": args.draft_context,
+        "kv_block_size": args.kv_block_size,
+        "block_size": args.block_size,
+    }
     with profiled_sampling(result) if args.memory else nullcontext():
         llm, model, adapter = start(args)
     counts: dict[str, int] = {}

@@ -73,6 +73,7 @@ class DraftBlocks:
         self.kept_blocks = min(SINK_BLOCKS + self._last, self._whole.shape[1])
         # As wide as vLLM's, although fewer columns are read: backends may look at the width.
         self.input_block_tables = [torch.zeros_like(self._whole)]
+        self.cp_size = 1  # read where graphs refresh metadata; context parallelism is refused
 
     @property
     def max_seq_len(self) -> int:

@@ -37,6 +37,11 @@ STEP = 20 << 20  # bytes that every capture seems to take
 
 MODES: dict[str, dict[str, Any]] = {
     "linear": {"num_speculative_tokens": 4},
+    "coarse": {
+        "num_speculative_tokens": 4,
+        "uno_draft_quantization": "fp8",
+        "uno_draft_context": 16,
+    },
     "tree": {
         "uno_mode": "tree",
         "uno_block_size": 4,

@@ -36,6 +36,16 @@ def test_eager(tmp_path: Path) -> None:
     check(run(tmp_path, "eager", "--eager"))
 
 
+def test_fp8_weights_and_a_part_of_the_context(tmp_path: Path) -> None:
+    """Against a PEFT model that multiplies draft rows in FP8, and masks what they leave out."""
+    result = run(tmp_path, "coarse", "--eager", "--draft-fp8", "--draft-context", "40")
+    assert result["oracle_blocks"] >= 12
+    assert result["oracle_error"] <= 1e-3
+    # Not what the target computes: both act, on row 0 as well.
+    assert result["left_out"] >= 128
+    assert result["oracle_row0"] >= 0.02
+
+
 @pytest.mark.slow
 def test_trained_adapter(tmp_path: Path) -> None:
     """The bundled model's, whose laws are sharp; the trainer's own are compared with PEFT's in

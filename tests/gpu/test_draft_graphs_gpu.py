@@ -98,7 +98,7 @@ def test_a_thousand_replays_of_the_view_under_a_poisoned_allocator(
                 build_slot_mappings_by_layer(slots, speculator.kv_cache_config),
             )[:rows].clone()
             found = speculator.hidden_states[:rows]
-            for number in range(16):
+            for number in range(24):
                 speculator.hidden_states.fill_(float("nan"))
                 if number % 4 == 0:
                     poison()

@@ -349,6 +349,16 @@ def test_draft_vocabulary_is_checked_at_once_and_made_absolute(make, tmp_path, m
     assert "outside the model's vocabulary" in error_of(make, uno_draft_vocab="v.json")
 
 
+@pytest.mark.parametrize("mode", [{}, {"uno_mode": "tree"}])
+def test_coarse_drafts(make, mode):
+    assert make(**mode).uno_draft_quantization is None and make(**mode).uno_draft_context is None
+    config = make(uno_draft_quantization="fp8", uno_draft_context=1024, **mode)
+    again = dataclasses.replace(pickle.loads(pickle.dumps(config)))
+    assert (again.uno_draft_quantization, again.uno_draft_context) == ("fp8", 1024)
+    assert "uno_draft_context must be at least 1" in error_of(make, uno_draft_context=0, **mode)
+    assert "uno_draft_quantization" in error_of(make, uno_draft_quantization="int4", **mode)
+
+
 def test_tree_defaults(make, warnings):
     config = make(uno_mode="tree")
     assert (config.block_size, config.uno_tree_top_k, config.num_speculative_tokens) == (16, 32, 32)

@@ -22,6 +22,7 @@ backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
 import vllm.triton_utils
 del backends["cpu"]
 import vllm_uno.draft_inputs as draft_inputs, vllm_uno.draft_law as draft_law
+import vllm_uno.draft_context as draft_context
 
 def compile_for_h200(kernel, types, **constants):
     names = [p.name for p in kernel.params]
@@ -49,6 +50,12 @@ for groups, block, nodes in ((1, 8, 0), (3, 3, 20)):
         draft_inputs._draft_inputs_kernel, pointers, NUM_GROUPS=groups, BLOCK_SIZE=block,
         ROWS=triton.next_power_of_2(block), NODES=nodes, NODES_PADDED=32, PAD_CHUNK=1024,
     )
+
+compile_for_h200(
+    draft_context._shorten_kernel,
+    {"out_ptr": "*i32", "seq_lens_ptr": "*i32", "table_ptr": "*i32"},
+    KV_BLOCK=16, SINK=1, COLUMNS=128,
+)
 
 rows = {
     "request_ptr": "*i64", "positions_ptr": "*i64", "drafting_ptr": "*i1",
@@ -94,4 +101,4 @@ def test_kernels_compile_for_sm_90() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, env=env, check=False
     )
-    assert done.stdout.count("COMPILED") == 11, done.stdout[-500:] + done.stderr[-3000:]
+    assert done.stdout.count("COMPILED") == 12, done.stdout[-500:] + done.stderr[-3000:]

@@ -21,6 +21,8 @@ def test_footprint_counts_each_storage_once() -> None:
     shared = torch.zeros(6, dtype=torch.int32)
     view.register_buffer("uno_shared", shared)
     view.layer.register_buffer("uno_shared", shared[:6])
+    quantised = torch.zeros(12, dtype=torch.float8_e4m3fn)
+    view.layer.register_buffer("uno_wq", quantised)  # counted by itself
     laws = torch.zeros(3, 2, 50)
     owner = SimpleNamespace(
         ids=torch.zeros(7, dtype=torch.int64), name="x", laws=laws[1:], none=None
@@ -28,15 +30,19 @@ def test_footprint_counts_each_storage_once() -> None:
     other = SimpleNamespace(
         meta=torch.zeros(9, device="meta"), flags=torch.zeros(5, dtype=torch.bool)
     )
-    found = footprint(view, laws, [torch.zeros(10)], CPU, owner, other)
+    found = footprint(view, laws, [torch.zeros(10)], [quantised], CPU, owner, other)
     assert found == Footprint(
-        adapter=2 * 64 + 24, draft_laws=3 * 2 * 50 * 4, draft_head=40, buffers=7 * 8 + 5
+        adapter=2 * 64 + 24,
+        draft_laws=3 * 2 * 50 * 4,
+        draft_head=40,
+        fp8_weights=12,
+        buffers=7 * 8 + 5,
     )
-    assert found.total == 152 + 1200 + 40 + 61
+    assert found.total == 152 + 1200 + 40 + 12 + 61
 
 
 def test_line_leaves_out_what_is_not_there() -> None:
-    line = Footprint(3 * 2**29, 2**30, 0, 2**28).line()
+    line = Footprint(3 * 2**29, 2**30, 0, 0, 2**28).line()
     assert line == "2.75 GiB beside the model: adapter 1.50, draft laws 1.00, buffers 0.25"
 
 
