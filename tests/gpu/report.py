@@ -41,6 +41,7 @@ def main() -> None:
         ("plain", "plain2"),
         ("plain", "uno"),
         ("plain", "uno-off"),
+        ("plain", "uno-coarse"),
         ("plain", "kv32"),
         ("plain", "lora"),
         ("plain", "ngram"),
