@@ -29,6 +29,12 @@ def prompts(running: Engine) -> list[list[int]]:
     return [tokenizer.encode(as_chat(p.question)) for p in generate("test", 8, 0)]
 
 
+@pytest.fixture(scope="module")
+def random_plain(model: Path) -> list[list[int]]:
+    with engine(model) as e:
+        return e.tokens(make_prompts(2048), GREEDY)
+
+
 class TestTrained:
     @pytest.fixture(scope="class")
     def plain(self) -> list[list[int]]:
@@ -45,19 +51,14 @@ class TestTrained:
 
 class TestRandom:
     @pytest.fixture(scope="class")
-    def plain(self, model: Path) -> list[list[int]]:
-        with engine(model) as e:
-            return e.tokens(make_prompts(2048), GREEDY)
-
-    @pytest.fixture(scope="class")
-    def uno(self, model: Path, adapter: Path, plain: list[list[int]]) -> Iterator[Engine]:
+    def uno(self, model: Path, adapter: Path, random_plain: list[list[int]]) -> Iterator[Engine]:
         settings = {"uno_lora_path": str(adapter), "num_speculative_tokens": 4, **COARSE}
         with engine(model, settings, num_gpu_blocks_override=24) as e:
             yield e
 
-    def test_greedy_is_plains(self, uno: Engine, plain: list[list[int]]) -> None:
+    def test_greedy_is_plains(self, uno: Engine, random_plain: list[list[int]]) -> None:
         """Under preemption, too."""
-        assert uno.tokens(make_prompts(2048), GREEDY) == plain
+        assert uno.tokens(make_prompts(2048), GREEDY) == random_plain
         assert uno.preemptions
         # Of contexts that are seen whole nearly every row 0 is right; of the others few.
         assert 0.05 < uno.speculator.counters.snapshot().acceptance[0] < 0.95
@@ -76,6 +77,17 @@ class TestRandom:
         assert layer.uno_wq.data_ptr() == address
         assert torch.equal(layer.uno_wq.float(), wq.float()) and torch.equal(layer.uno_sw, scale)
         assert not torch.equal(layer.uno_wq.float(), before)
+
+
+class TestTrees:
+    def test_greedy_is_plains(
+        self, model: Path, adapter: Path, random_plain: list[list[int]]
+    ) -> None:
+        tree = {"uno_mode": "tree", "uno_block_size": 4, "uno_tree_top_k": 4}
+        settings = {"uno_lora_path": str(adapter), "num_speculative_tokens": 8, **tree, **COARSE}
+        with engine(model, settings) as e:
+            assert e.tokens(make_prompts(2048), GREEDY) == random_plain
+            assert 0.05 < e.speculator.counters.snapshot().acceptance[0] < 0.95
 
 
 class TestSampledLaw:

@@ -36,14 +36,21 @@ def test_eager(tmp_path: Path) -> None:
     check(run(tmp_path, "eager", "--eager"))
 
 
-def test_fp8_weights_and_a_part_of_the_context(tmp_path: Path) -> None:
-    """Against a PEFT model that multiplies draft rows in FP8, and masks what they leave out."""
-    result = run(tmp_path, "coarse", "--eager", "--draft-fp8", "--draft-context", "40")
-    assert result["oracle_blocks"] >= 12
+def test_a_part_of_the_context(tmp_path: Path) -> None:
+    """Against a PEFT model with a mask over what the draft's rows leave out."""
+    result = run(tmp_path, "part", "--eager", "--draft-context", "40")
+    assert result["oracle_blocks"] >= 20 and result["left_out"] >= 128
     assert result["oracle_error"] <= 1e-3
-    # Not what the target computes: both act, on row 0 as well.
-    assert result["left_out"] >= 128
-    assert result["oracle_row0"] >= 0.02
+    assert result["oracle_row0"] >= 0.5  # which is not the target's row then
+
+
+def test_fp8_weights(tmp_path: Path) -> None:
+    """Against a PEFT model that multiplies draft rows in FP8. Numbers between two of FP8's may be
+    rounded either way: 0.009 was seen, where the target's own products are 0.13 away."""
+    result = run(tmp_path, "fp8", "--eager", "--draft-fp8")
+    assert result["oracle_blocks"] >= 9
+    assert result["oracle_error"] <= 0.03
+    assert result["oracle_row0"] >= 0.08
 
 
 @pytest.mark.slow
@@ -118,6 +125,15 @@ def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     result = run(tmp_path, "tp2", "--eager", "--tensor-parallel", "2")
     check(result)
     assert result["ranks_agree"]
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_in_fp8(tmp_path: Path) -> None:
+    """Each rank quantises its own part of a row, where the oracle takes the row as one."""
+    result = run(tmp_path, "tp2-fp8", "--eager", "--tensor-parallel", "2", "--draft-fp8")
+    assert result["ranks_agree"]
+    assert result["oracle_error"] <= 0.3 <= result["adapter_moves"]
+    assert result["oracle_row0"] >= 0.08
 
 
 @pytest.mark.slow
