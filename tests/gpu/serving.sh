@@ -27,6 +27,7 @@ done
 # What sleeps drafts well, or an adapter lost in its sleep would not be missed.
 engine sleep --sleep --bundled &
 engine sleep-vocab --sleep --bundled --draft-vocab &
+engine sleep-fp8 --sleep --bundled --draft-fp8 &
 # Compiled once: vLLM fuses quantisation into what comes before.
 for method in plain ngram uno; do
   engine "online-compiled-$method" --method $method --quantised online &

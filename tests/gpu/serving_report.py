@@ -26,6 +26,7 @@ CHECKS = (
     "kv8-tree",
     "sleep",
     "sleep-vocab",
+    "sleep-fp8",
     "soak-linear",
     "soak-tree",
 )

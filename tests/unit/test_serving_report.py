@@ -32,7 +32,7 @@ def work(tmp_path: Path) -> Path:
     for name in ("plain", "plain2", "uno"):
         write(tmp_path, f"users-invariant-{name}")
     phases = {"before": SLEEP, "level 1": SLEEP, "level 2": SLEEP}
-    for name in ("sleep", "sleep-vocab"):
+    for name in ("sleep", "sleep-vocab", "sleep-fp8"):
         write(tmp_path, name, sleep=phases)
     (tmp_path / "kv8-tree.log").write_text("kv_cache_dtype=fp8 with uno_mode 'tree': ...")
     for mode in ("linear", "tree"):
