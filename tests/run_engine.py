@@ -427,6 +427,10 @@ def sleep_and_wake(llm: Any, speculator: Any, result: dict[str, Any]) -> None:
     result["sleep"]["level 1"] = answer()
     llm.sleep(level=2)
     llm.wake_up(tags=["weights"])
+    if speculator.fp8 is not None:  # what was kept of them is of the weights before
+        for name, buffer in speculator.model.named_buffers():
+            if name.endswith("uno_wq"):
+                buffer.zero_()
     llm.collective_rpc("reload_weights")
     llm.wake_up(tags=["kv_cache"])
     llm.reset_prefix_cache()

@@ -6,9 +6,9 @@ scratch, so its attention may see less: the first tokens, which models attend to
 the output stays lossless, and what is lost is acceptance (self-speculation over such a cache:
 MagicDec, arXiv 2408.11049).
 
-Keys are cached with their positions in them. So nothing of the cache is moved, and every attention
-backend will do: the draft's block table leaves blocks out in the middle, and its sequence is as
-much shorter.
+Keys are cached with their rotary positions in them. So nothing of the cache is moved, and every
+attention backend will do: the draft's block table leaves blocks out in the middle, and its sequence
+is as much shorter.
 
     blocks of the request   0 1 2 3 4 5 6 7        seq_len 8 * 16 - 3
     of the draft pass       0       5 6 7          seq_len 4 * 16 - 3
@@ -23,15 +23,14 @@ from vllm_uno.vllm_hooks.runner_api import BlockTables, tl, triton
 SINK_BLOCKS = 1
 
 
-# Not specialised: or other numbers of requests would compile anew.
-@triton.jit(do_not_specialize=["last_blocks"])
+@triton.jit
 def _shorten_kernel(
     out_ptr,
     out_stride,
     seq_lens_ptr,
     table_ptr,
     table_stride,
-    last_blocks,
+    LAST: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     SINK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -39,9 +38,9 @@ def _shorten_kernel(
     request = tl.program_id(0).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + request)
     blocks = (seq_len + KV_BLOCK - 1) // KV_BLOCK
-    dropped = tl.maximum(blocks - SINK - last_blocks, 0)
-    kept = tl.minimum(blocks, SINK + last_blocks)
-    for start in range(0, SINK + last_blocks, COLUMNS):
+    dropped = tl.maximum(blocks - SINK - LAST, 0)
+    kept = tl.minimum(blocks, SINK + LAST)
+    for start in range(0, SINK + LAST, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         mask = column < kept
         source = tl.where(column < SINK, column, column + dropped)
@@ -62,18 +61,24 @@ class DraftBlocks:
 
     Attributes:
         kept_blocks: at most, of a request.
-        input_block_tables: int32 [max_num_reqs, columns], persistent, for each group.
+        table: int32 [max_num_reqs, columns], persistent.
     """
 
     def __init__(self, block_tables: BlockTables, context: int, block_size: int) -> None:
         (self._whole,) = block_tables.input_block_tables
         (self._kv_block,) = block_tables.block_sizes
         # The rows B and `context` before them may begin anywhere in a block.
-        self._last = -(-(context + block_size - 1) // self._kv_block) + 1
+        last = -(-(context + block_size - 1) // self._kv_block) + 1
+        self._last = min(last, self._whole.shape[1])
         self.kept_blocks = min(SINK_BLOCKS + self._last, self._whole.shape[1])
         # As wide as vLLM's, although fewer columns are read: backends may look at the width.
-        self.input_block_tables = [torch.zeros_like(self._whole)]
+        self.table = torch.zeros_like(self._whole)
         self.cp_size = 1  # read where graphs refresh metadata; context parallelism is refused
+
+    @property
+    def input_block_tables(self) -> list[torch.Tensor]:
+        """One for each group."""
+        return [self.table]
 
     @property
     def max_seq_len(self) -> int:
@@ -82,7 +87,7 @@ class DraftBlocks:
 
     def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
         """Of the first requests, for a graph."""
-        return tuple(table[:num_reqs] for table in self.input_block_tables)
+        return (self.table[:num_reqs],)
 
     def shorten(self, seq_lens: torch.Tensor, num_reqs: int) -> None:
         """Make the tables of this batch, and its sequences as much shorter in place.
@@ -91,14 +96,13 @@ class DraftBlocks:
             seq_lens: int32 [>= num_reqs], whole lengths including the draft rows.
             num_reqs: requests of the batch, whose vLLM block tables are gathered.
         """
-        (out,) = self.input_block_tables
         _shorten_kernel[(num_reqs,)](
-            out,
-            out.stride(0),
+            self.table,
+            self.table.stride(0),
             seq_lens,
             self._whole,
             self._whole.stride(0),
-            self._last,
+            LAST=self._last,
             KV_BLOCK=self._kv_block,
             SINK=SINK_BLOCKS,
             COLUMNS=128,

@@ -70,7 +70,7 @@ class ReducedHead:
                 f"uno_draft_vocab: the head of {type(view).__name__} cannot be reduced (its "
                 f"compute_logits gives {shape} instead of [1, {len(ids)}]). Leave it out."
             )
-        self._watch = ReloadWatch(target, lambda: self.rows.head.weight)
+        self.watch = ReloadWatch(target, lambda: self.rows.head.weight)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -87,7 +87,7 @@ class ReducedHead:
 
         Under tensor parallelism a collective: reloads happen on all ranks alike.
         """
-        if self._watch.reloaded():
+        if self.watch.reloaded():
             self.rows.gather()
 
     def reduced(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,8 +31,10 @@ from vllm_uno.lora_linear import UnoLinearMethod
 from vllm_uno.ops import extension_available
 
 
-def view_digest(loras: Mapping[str, LinearLora], block_size: int, fp8: bool = False) -> str:
-    """Identity of the view's *code*: B, targets, slices and ranks, FP8 or not, plugin version.
+def view_digest(
+    loras: Mapping[str, LinearLora], block_size: int, quantised: Sequence[str] = ()
+) -> str:
+    """Identity of the view's *code*: B, targets, slices and ranks, FP8 layers, plugin version.
 
     Two adapters of equal shape share compiled code, since weights are inputs of
     it; B is a constant in it.
@@ -40,7 +42,8 @@ def view_digest(loras: Mapping[str, LinearLora], block_size: int, fp8: bool = Fa
     fused = any(kernels_available(lora.a.device) for lora in loras.values())
     # What traced code calls differs with the extension; vLLM compares Python sources only.
     identity = hashlib.sha256(
-        f"{vllm_uno.__version__} {block_size} {extension_available()} {fused} {fp8}".encode()
+        f"{vllm_uno.__version__} {block_size} {extension_available()} {fused} "
+        f"{sorted(quantised)}".encode()
     )
     for name in sorted(loras):
         lora = loras[name]
@@ -75,7 +78,7 @@ def build_draft_view(
     if missing := [name for name in loras if name not in modules]:
         raise ValueError(f"UNO adapter: no such module in the model: {', '.join(missing[:5])}")
     view = _clone(target, "", loras, block_size, fp8)
-    tag = f"uno_draft_{view_digest(loras, block_size, fp8 is not None)}"
+    tag = f"uno_draft_{view_digest(loras, block_size, fp8.names if fp8 else ())}"
     for module in view.modules():
         compiles = isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(
             module, "do_not_compile", True

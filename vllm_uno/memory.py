@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_uno.draft_fp8 import FP8_BUFFERS
+
 _GIB = 2**30
 
 
@@ -57,28 +59,30 @@ def footprint(
     view: nn.Module,
     draft_laws: torch.Tensor | None,
     draft_head: Iterable[torch.Tensor],
-    fp8_weights: Iterable[torch.Tensor],
     device: torch.device,
     *buffer_owners: Any,
 ) -> Footprint:
     """Count tensors, each storage once.
 
     Args:
-        view: the draft view; its buffers named `uno_*` are the adapter, but for `fp8_weights`.
+        view: the draft view; its buffers named `uno_*` are the adapter, those of draft_fp8.py
+            apart.
         draft_laws: the cache of draft laws.
         draft_head: the reduced head's own tensors.
-        fp8_weights: of `Fp8Weights`.
         device: the GPU; tensors elsewhere do not count.
         buffer_owners: objects with tensors as attributes; not searched deeper.
     """
-    adapter = (b for name, b in view.named_buffers() if name.rpartition(".")[2][:4] == "uno_")
+    ours: tuple[list[torch.Tensor], ...] = ([], [])
+    for name, buffer in view.named_buffers():
+        last = name.rpartition(".")[2]
+        if last.startswith("uno_"):
+            ours[last in FP8_BUFFERS].append(buffer)
     seen: set[int] = set()
-    quantised = _bytes(fp8_weights, seen)  # first: each storage counts once
     return Footprint(
-        adapter=_bytes(adapter, seen),
+        adapter=_bytes(ours[False], seen),
         draft_laws=_bytes([] if draft_laws is None else [draft_laws], seen),
         draft_head=_bytes(draft_head, seen),
-        fp8_weights=quantised,
+        fp8_weights=_bytes(ours[True], seen),
         buffers=_bytes(_tensors_of(buffer_owners, device), seen),
     )
 

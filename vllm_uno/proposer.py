@@ -154,13 +154,17 @@ class UnoProposer(DraftModelSpeculator):
         )
         loras = load_adapter(fetch_adapter(source), target_model, self.dtype, self.device)
         if self.speculative_config.uno_draft_quantization == "fp8":
-            self.fp8 = Fp8Weights()
+            self.fp8 = Fp8Weights(target_model)
+            logger.info(  # said before they are made: they may not fit
+                "UNO: FP8 draft weights take up to %.1f GiB; without uno_draft_quantization none",
+                sum(lora.out_features * lora.a.shape[1] for lora in loras.values()) / 2**30,
+            )
         view = build_draft_view(target_model, loras, self.block_size, self.vllm_config, self.fp8)
         logger.info(
             "UNO: adapter %s on %d layers, block size %d", source, len(loras), self.block_size
         )
         if self.fp8 is not None:
-            self.fp8.loaded(target_model)
+            self.fp8.check(len(loras))
         slow = slow_path(self.device)
         if slow is not None:
             logger.warning("UNO: the adapter runs in plain PyTorch, which is slow: %s", slow)
@@ -188,6 +192,12 @@ class UnoProposer(DraftModelSpeculator):
 
     def _replace_model_state(self, target_model: nn.Module) -> None:
         keep_sampler(target_model, self.vllm_config, self.one_hot)
+
+    def weights_reloaded(self) -> None:
+        """Told by vLLM's runner: what was made of the target's weights is stale."""
+        for derived in (self.reduced_head, self.fp8):
+            if derived is not None:
+                derived.watch.note()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft logits [rows, V] of [rows, H]; -inf outside a draft vocabulary."""
@@ -244,11 +254,18 @@ class UnoProposer(DraftModelSpeculator):
 
     @staticmethod
     def _refuse_partial_context(kv_cache_config: KVCacheConfig) -> None:
-        kinds = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
-        if len(kv_cache_config.kv_cache_groups) != 1 or kinds != {FullAttentionSpec}:
+        specs: list[Any] = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        # Without its hybrid manager vLLM has windows in the specs of full attention.
+        if (
+            len(specs) != 1
+            or type(specs[0]) is not FullAttentionSpec
+            or specs[0].sliding_window is not None
+        ):
             raise ValueError(
-                "uno_draft_context needs a model whose layers all attend to the whole context; "
-                "this one has layers with a window, or several kinds of KV cache. Leave it out."
+                "uno_draft_context needs a model with one kind of KV cache, whose layers all "
+                f"attend to the whole context; this one has {len(specs)} "
+                f"({', '.join(sorted({type(spec).__name__ for spec in specs}))}), or a sliding "
+                "window. Leave it out."
             )
 
     def _set_sampler(self, sampler: Sampler) -> None:
@@ -270,7 +287,6 @@ class UnoProposer(DraftModelSpeculator):
             self.model,
             self.draft_logits,
             head,
-            [] if self.fp8 is None else self.fp8.tensors,
             self.device,
             self,
             self.input_buffers,
@@ -282,7 +298,7 @@ class UnoProposer(DraftModelSpeculator):
 
     def _buffer_owners(self) -> list[Any]:
         assert self.draft_sampler is not None
-        return [self.draft_sampler.rows]
+        return [self.draft_sampler.rows, *([self.draft_blocks] if self.draft_blocks else [])]
 
     # --- CUDA graphs -------------------------------------------------------
 

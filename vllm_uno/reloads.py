@@ -17,10 +17,13 @@ from torch import nn
 class ReloadWatch:
     """Tells that weights were reloaded since it was last asked.
 
+    Counted are calls of the model's `load_weights` (which may write through `.data`, as no version
+    counter sees) and of `note`, by which vLLM's runner tells of every update that it knows of. A
+    program that writes into weights by itself is seen where it writes into `weight`.
+
     Args:
-        target: the model; its `load_weights` is counted from now on (it may write through
-            `.data`, which no version counter sees).
-        weight: gives a weight that every reload replaces or writes.
+        target: the model.
+        weight: gives the weight to look at.
     """
 
     def __init__(self, target: nn.Module, weight: Callable[[], torch.Tensor]) -> None:
@@ -30,11 +33,15 @@ class ReloadWatch:
         if load_weights is not None:
 
             def counted(*args: Any, **kwargs: Any) -> Any:
-                self._loads += 1
+                self.note()
                 return load_weights(*args, **kwargs)
 
             target.load_weights = counted  # type: ignore[assignment]
         self._seen = self._state()
+
+    def note(self) -> None:
+        """There was a reload."""
+        self._loads += 1
 
     def reloaded(self) -> bool:
         """Whether there was a reload since the last call, or since this was made."""

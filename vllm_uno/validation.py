@@ -217,11 +217,13 @@ def _draft_problems(vllm_config: VllmConfig) -> list[str]:
 
     if current_platform.is_cpu():  # for trying and testing
         return []
+    from vllm_uno.vllm_hooks.linear_api import fp8_matmul_available
+
     problems = []
-    if not current_platform.is_cuda() or not current_platform.has_device_capability(89):
+    if not fp8_matmul_available():
         problems.append(
-            "uno_draft_quantization='fp8': this device has no FP8 products (NVIDIA GPUs of compute "
-            "capability 8.9 and newer have); leave it out"
+            "uno_draft_quantization='fp8': this GPU, or this build of vLLM, has no FP8 products "
+            "(NVIDIA GPUs of compute capability 8.9 and newer have); leave it out"
         )
     model = vllm_config.model_config
     if model is not None and model.dtype not in (torch.bfloat16, torch.float16):

@@ -77,6 +77,11 @@ class TestRandom:
         assert layer.uno_wq.data_ptr() == address
         assert torch.equal(layer.uno_wq.float(), wq.float()) and torch.equal(layer.uno_sw, scale)
         assert not torch.equal(layer.uno_wq.float(), before)
+        # A transfer of weights that goes past `load_weights`: the runner alone is told.
+        layer.uno_wq.zero_()
+        uno.runner.reset_lora_state()
+        uno.tokens(make_prompts(2048, 2), short)
+        assert torch.equal(layer.uno_wq.float(), wq.float())
 
 
 class TestTrees:

@@ -54,6 +54,7 @@ done
 # The kernels that add the LoRA take 16 bits only; the fp32 runs below are without them.
 engine oracle-kernels --oracle --cache "$work/c-oracle-kernels" &
 # FP8 weights and a part of the context.
+engine oracle-fp8 --oracle --draft-fp8 --cache "$work/c-oracle-fp8" &
 engine oracle-coarse --oracle --draft-fp8 --draft-context 40 --cache "$work/c-oracle-coarse" &
 engine uno-coarse --draft-fp8 --draft-context 64 --cache "$work/c-uno-coarse" &
 UNO_FUSED_LORA=0 engine uno-off --cache "$work/c-uno-off" &

@@ -140,6 +140,12 @@ def test_draft_logits_in_fp8_with_a_part_of_the_context(work: Path) -> None:
     assert run["graphs"]["draft FULL"] > 0
 
 
+def test_fp8_products_are_not_the_targets(work: Path) -> None:
+    """bf16's own are 0.024 away from fp32's."""
+    run = result(work, "oracle-fp8")
+    assert run["oracle_row0"] >= 0.08 and run["oracle_error"] <= 0.25
+
+
 @pytest.mark.parametrize("name", ["sampled", "tree-sampled"])
 def test_row_zero_acceptance_in_bf16(work: Path, name: str) -> None:
     for kind, row in result(work, name)["row0"].items():

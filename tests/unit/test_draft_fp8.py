@@ -106,14 +106,31 @@ def test_operators_pass_opcheck() -> None:
 def test_layers_without_plain_weights_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"plain": torch.randn(32, 16), "odd": torch.randn(24, 16), "quantised": None}
     monkeypatch.setattr(draft_fp8, "plain_weight", lambda layer: weights[layer.kind])
-    fp8 = Fp8Weights()
+    fp8 = Fp8Weights(nn.Module())
     layers = {kind: nn.Module() for kind in weights}
     taken = {k: fp8.quantise(k, layers[k], SimpleNamespace(kind=k)) for k in weights}
     assert taken == {"plain": True, "odd": False, "quantised": False}
-    assert [t.shape for t in fp8.tensors] == [(32, 16), (32, 1)]
+    assert fp8.names == ["plain"]
+    assert [b.shape for b in layers["plain"].buffers()] == [(32, 16), (32, 1)]
     assert not list(layers["odd"].buffers())
-    with pytest.raises(ValueError, match=r"uno_draft_quantization='fp8': none .*quantised already"):
-        Fp8Weights().loaded(nn.Module())
+    none = Fp8Weights(nn.Module())
+    none.quantise("quantised", nn.Module(), SimpleNamespace(kind="quantised"))
+    with pytest.raises(
+        ValueError, match=r"uno_draft_quantization='fp8': .* none .*\(quantised, \."
+    ):
+        none.check(1)
+
+
+def test_weights_are_quantised_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their strides."""
+    weight = torch.randn(48, 33).t()[:32]
+    monkeypatch.setattr(draft_fp8, "_PART", 5 * 48)
+    monkeypatch.setattr(draft_fp8, "plain_weight", lambda layer: weight)
+    layer = nn.Module()
+    assert Fp8Weights(nn.Module()).quantise("x", layer, None)
+    wq, sw = quantise_rows(weight)
+    assert torch.equal(layer.uno_wq.float(), wq.float()) and torch.equal(layer.uno_sw, sw)  # type: ignore[operator, arg-type]
+    assert layer.uno_wq.is_contiguous() and not layer.uno_wq.is_inference()  # type: ignore[operator]
 
 
 cases = st.fixed_dictionaries(

@@ -54,7 +54,7 @@ for groups, block, nodes in ((1, 8, 0), (3, 3, 20)):
 compile_for_h200(
     draft_context._shorten_kernel,
     {"out_ptr": "*i32", "seq_lens_ptr": "*i32", "table_ptr": "*i32"},
-    KV_BLOCK=16, SINK=1, COLUMNS=128,
+    LAST=65, KV_BLOCK=16, SINK=1, COLUMNS=128,
 )
 
 rows = {

@@ -30,7 +30,7 @@ def test_footprint_counts_each_storage_once() -> None:
     other = SimpleNamespace(
         meta=torch.zeros(9, device="meta"), flags=torch.zeros(5, dtype=torch.bool)
     )
-    found = footprint(view, laws, [torch.zeros(10)], [quantised], CPU, owner, other)
+    found = footprint(view, laws, [torch.zeros(10)], CPU, owner, other)
     assert found == Footprint(
         adapter=2 * 64 + 24,
         draft_laws=3 * 2 * 50 * 4,

@@ -151,21 +151,23 @@ def test_quantised_kv_caches_of_trees(config):
 def test_fp8_drafts_need_a_gpu_that_has_them(config, monkeypatch):
     from vllm.platforms import current_platform
 
+    from vllm_uno.vllm_hooks import linear_api
+
     change(config, "speculative_config.uno_draft_quantization", "fp8")
     validate(config)  # on a CPU, for trying
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    able = {(8, 9)}
-    monkeypatch.setattr(
-        type(current_platform), "has_device_capability", lambda *args: args[-1] == 89 and bool(able)
-    )
+    able = [True]
+    monkeypatch.setattr(linear_api, "fp8_matmul_available", lambda: able[0])
     message = refusal(config)
     assert "uno_draft_quantization='fp8' with dtype=torch.float32" in message
     assert "set dtype to one of these" in message and "compute capability" not in message
     change(config, "model_config.dtype", torch.bfloat16)
     validate(config)
-    able.clear()
-    assert "uno_draft_quantization='fp8': this device has no FP8 products" in refusal(config)
+    able[0] = False
+    assert (
+        "uno_draft_quantization='fp8': this GPU, or this build of vLLM, has no FP8 products"
+        in refusal(config)
+    )
 
 
 def test_rows_of_a_tree_s_draft(config):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops, envs
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_fp8_supported
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 from vllm.platforms import current_platform
 
@@ -37,19 +38,25 @@ def plain_weight(layer: Any) -> torch.Tensor | None:
     return method.apply(layer, unit).t().contiguous()
 
 
+def fp8_matmul_available() -> bool:
+    """Whether this GPU, and this build of vLLM, have `fp8_matmul`."""
+    return bool(cutlass_fp8_supported())
+
+
 def fp8_matmul(
     xq: torch.Tensor,
-    wq: torch.Tensor,
     sx: torch.Tensor,
+    wq: torch.Tensor,
     sw: torch.Tensor,
-    dtype: torch.dtype,
     bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """vLLM's own FP8 product (CUTLASS): [N, K] x [M, K] -> [N, M], scales a row and a column.
 
     Args:
-        xq, wq: FP8 E4M3 [N, K] and [M, K]; M and K are multiples of 16.
-        sx, sw: fp32 [N, 1] and [M, 1].
-        dtype: bfloat16 or float16, the bias's too.
+        xq, sx: FP8 E4M3 [N, K], fp32 [N, 1].
+        wq, sw: FP8 E4M3 [M, K], fp32 [M, 1]; M and K are multiples of 16.
+        bias: [M] of `dtype`, or None.
+        dtype: bfloat16 or float16.
     """
     return _custom_ops.cutlass_scaled_mm(xq, wq.t(), sx, sw, dtype, bias)

@@ -20,12 +20,12 @@ def _init_speculator(original: Any) -> Any:
                 from vllm_uno.tree.proposer import TreeProposer as Proposer
             else:
                 from vllm_uno.proposer import UnoProposer as Proposer
-            from vllm_uno.vllm_hooks import cuda_graphs
+            from vllm_uno.vllm_hooks import cuda_graphs, weight_reloads
         except ImportError as error:
             raise UnsupportedVllm(
                 f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: {error}"
             ) from error
-        install_hooks((*WORKER_HOOKS, *cuda_graphs.HOOKS))
+        install_hooks((*WORKER_HOOKS, *cuda_graphs.HOOKS, *weight_reloads.HOOKS))
         return Proposer(vllm_config, device, req_states)
 
     # `model_runner` imports the function by name. It is loaded after the
