@@ -5,11 +5,11 @@
 
 A setting is B, or B/K/V in tree mode, with +fp8 and +CONTEXT for drafts that are made with FP8
 weights and a part of the context (8+fp8+1024): what these cost in acceptance is not in the figures
-here, but in quality.py's. Dummy weights, a random adapter (rank 128, all projections)
-and imposed acceptance: the figures say what a cycle costs, not what text it writes. Plain vLLM and
-UNO run in the same call, each in a process of its own; every figure is a ratio between the two.
-With --side-by-side they start together, where the GPU has room for all, and then take turns, row by
-row.
+here; math_eval.py measures that, on weights. Dummy weights, a random adapter (rank 128, all
+projections) and imposed acceptance: the figures say what a cycle costs, not what text it writes.
+Plain vLLM and UNO run in the same call, each in a process of its own; every figure is a ratio
+between the two. With --side-by-side they start together, where the GPU has room for all, and then
+take turns, row by row.
 
     C_B = time of a cycle / time of a plain decode step, at equal requests and context
 

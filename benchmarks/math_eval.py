@@ -100,6 +100,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run_.add_argument("--tree-top-k", type=int, help="K, candidates per position of a tree")
     run_.add_argument("--nodes", type=int, help="V, nodes of a tree")
     run_.add_argument(
+        "--uno",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='more of UNO\'s settings, such as {"uno_draft_quantization": "fp8"}',
+    )
+    run_.add_argument(
         "--concurrency", type=int, default=16, help="requests at a time (default: %(default)s)"
     )
     run_.add_argument("--temperature", type=float, default=0.0)
@@ -152,7 +159,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_plain:
         setups["plain"] = plain
     if not args.plain_only:
-        config = uno_config(args.adapter, args.block_size, args.tree_top_k, args.nodes)
+        config = uno_config(args.adapter, args.block_size, args.tree_top_k, args.nodes) | args.uno
         setups["uno"] = dataclasses.replace(plain, uno=config)
     problems = read_problems(args.problems)
     jobs = {name: Job(args.out / f"{name}.jsonl", problems, sampling) for name in setups}

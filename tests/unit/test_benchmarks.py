@@ -251,6 +251,11 @@ def test_prepare_and_refusals(
     [
         ([], {}, (8, 1, 8)),
         (["--block-size", "4"], {"num_speculative_tokens": 4}, (4, 1, 4)),
+        (
+            ["--uno", '{"uno_draft_quantization": "fp8"}'],
+            {"uno_draft_quantization": "fp8"},
+            (8, 1, 8),
+        ),
         (["--nodes", "24"], {"uno_mode": "tree", "num_speculative_tokens": 24}, (16, 32, 24)),
         (["--tree-top-k", "1"], {"uno_mode": "tree", "uno_tree_top_k": 1}, (16, 1, 32)),
         (
@@ -428,6 +433,27 @@ INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 80.
         "capture": 12.0,
         "engine": 80.1,
     }
+
+
+@pytest.mark.parametrize(
+    ("setting", "config"),
+    [
+        ("8", {"num_speculative_tokens": 8}),
+        (
+            "4+fp8+512",
+            {
+                "num_speculative_tokens": 4,
+                "uno_draft_quantization": "fp8",
+                "uno_draft_context": 512,
+            },
+        ),
+        ("16/4/32+fp8", runner.uno_config(None, 16, 4, 32) | {"uno_draft_quantization": "fp8"}),
+    ],
+)
+def test_settings_of_the_cycle_benchmark(setting: str, config: dict[str, Any]) -> None:
+    from cycle_cost import uno_settings
+
+    assert uno_settings(setting) == {"method": "uno", **config}
 
 
 def test_where_no_kernel_runs() -> None:
