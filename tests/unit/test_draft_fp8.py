@@ -153,6 +153,39 @@ QKV = {
 }
 
 
+def check(found: dict[str, Any], device: str) -> None:
+    x, product, lora = operands(**found)
+    base = fp8_product_reference(*product, torch.float64)
+    want = base + lora_delta_reference(x.double(), *(t.double() for t in lora[:2]), *lora[2:])
+    there, lora_there = (
+        [t.to(device) if isinstance(t, torch.Tensor) else t for t in given]
+        for given in ((x, *product), lora)
+    )
+    ops = torch.ops.vllm_uno
+    for _ in range(2):
+        if device == "cuda":
+            poison()
+        y, d = ops.uno_linear_fp8(*there, *lora_there)
+        added = ops.uno_linear_sum_fp8(*there, *lora_there)
+        alone = ops.fp8_product(*there)
+        scale = want.abs().amax(1, keepdim=True).clamp(min=1)
+        for got, exact in ((y.float() + d.float(), want), (added, want), (alone, base)):
+            assert float(((got.cpu().double() - exact) / scale).abs().max()) < 2e-2
+
+
+def poison() -> None:
+    """Freed memory that the next allocations get: a value that is not written shows."""
+    blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(6, 24)]
+    del blocks
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("widths", [[64], [32, 64, 96]])
+def test_operators_of_the_cpu_match_the_oracle(widths: list[int], bias: bool) -> None:
+    shape = {"rows": 11, "columns": 64, "dtype": torch.bfloat16, "block": 4}
+    check({**shape, "widths": widths, "bias": bias}, "cpu")
+
+
 @pytest.mark.gpu
 @needs_gpu
 @settings(max_examples=100, deadline=None)
@@ -161,21 +194,7 @@ QKV = {
 @example(found=QKV | {"rows": 256, "widths": [4096], "columns": 12288, "bias": True})
 @given(found=cases)
 def test_kernels_match_the_oracle(found: dict[str, Any]) -> None:
-    x, product, lora = operands(**found)
-    base = fp8_product_reference(*(None if t is None else t for t in product), torch.float64)
-    want = base + lora_delta_reference(x.double(), *(t.double() for t in lora[:2]), *lora[2:])
-    on_gpu = [t.cuda() if isinstance(t, torch.Tensor) else t for t in (x, *product)]
-    lora_on_gpu = [t.cuda() if isinstance(t, torch.Tensor) else t for t in lora]
-    ops = torch.ops.vllm_uno
-    for _ in range(2):
-        blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(6, 24)]
-        del blocks  # a value that is not written shows
-        y, d = ops.uno_linear_fp8(*on_gpu, *lora_on_gpu)
-        added = ops.uno_linear_sum_fp8(*on_gpu, *lora_on_gpu)
-        alone = ops.fp8_product(*on_gpu)
-        scale = want.abs().amax(1, keepdim=True).clamp(min=1)
-        for got, exact in ((y.float() + d.float(), want), (added, want), (alone, base)):
-            assert float(((got.cpu().double() - exact) / scale).abs().max()) < 2e-2
+    check(found, "cuda")
 
 
 @pytest.mark.gpu
@@ -200,8 +219,7 @@ def test_replays_under_a_poisoned_allocator(rows: int) -> None:
         got = layers()
     for number in range(1000):
         if number % 100 == 0:
-            blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(6, 24)]
-            del blocks
+            poison()
             got.fill_(float("nan"))
         graph.replay()
     torch.cuda.synchronize()
