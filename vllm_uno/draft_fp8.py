@@ -58,28 +58,18 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fp8_product_reference(
+    x: torch.Tensor,
     xq: torch.Tensor,
     sx: torch.Tensor,
     wq: torch.Tensor,
     sw: torch.Tensor,
     bias: torch.Tensor | None,
-    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The product of quantised rows in plain PyTorch.
-
-    Args:
-        xq, sx: FP8 [N, K], fp32 [N, 1].
-        wq, sw: FP8 [M, K], fp32 [M, 1].
-        bias: [M] or None.
-        dtype: of the result; sums are in fp32.
-
-    Returns:
-        [N, M].
-    """
+    """`fp8_matmul` in plain PyTorch, of any type; sums are in fp32."""
     y = (xq.float() @ wq.float().t()) * sx * sw.t()
     if bias is not None:
         y = y + bias.float()
-    return y.to(dtype)
+    return y.to(x.dtype)
 
 
 class Fp8Weights:
@@ -171,28 +161,6 @@ def _quantise_into(weight: torch.Tensor, wq: torch.Tensor, sw: torch.Tensor) -> 
             kept.copy_(made)
 
 
-def _product_cuda(
-    x: torch.Tensor,
-    xq: torch.Tensor,
-    sx: torch.Tensor,
-    wq: torch.Tensor,
-    sw: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    return fp8_matmul(xq, sx, wq, sw, bias, x.dtype)
-
-
-def _product_reference(
-    x: torch.Tensor,
-    xq: torch.Tensor,
-    sx: torch.Tensor,
-    wq: torch.Tensor,
-    sw: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    return fp8_product_reference(xq, sx, wq, sw, bias, x.dtype)
-
-
 def _product_fake(
     x: torch.Tensor, xq: torch.Tensor, sx: torch.Tensor, wq: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
@@ -200,11 +168,11 @@ def _product_fake(
 
 
 def _linear_cuda(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return beside(x, lambda: _product_cuda(x, *args[:5]), *args[5:])
+    return beside(x, lambda: fp8_matmul(x, *args[:5]), *args[5:])
 
 
 def _linear_reference(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _product_reference(x, *args[:5]), lora_delta_reference(x, *args[5:])
+    return fp8_product_reference(x, *args[:5]), lora_delta_reference(x, *args[5:])
 
 
 def _linear_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,7 +196,7 @@ _LIBRARY.define(f"fp8_product({_QUANTISED}) -> Tensor")
 _LIBRARY.define(f"uno_linear_fp8({_QUANTISED}, {_LORA}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"uno_linear_sum_fp8({_QUANTISED}, {_LORA}) -> Tensor")
 for _name, _cpu, _cuda, _fake in (
-    ("fp8_product", _product_reference, _product_cuda, _product_fake),
+    ("fp8_product", fp8_product_reference, fp8_matmul, _product_fake),
     ("uno_linear_fp8", _linear_reference, _linear_cuda, _linear_fake),
     ("uno_linear_sum_fp8", _linear_sum_reference, _linear_sum_cuda, _product_fake),
 ):

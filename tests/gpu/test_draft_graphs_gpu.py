@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from engines import Engine, engine
+from poisoned import poison
 from prompts import make_prompts
 from vllm import SamplingParams
 
@@ -30,12 +31,6 @@ PLAIN: list[dict[str, Any]] = [
     {"seed": 4, "min_p": 0.1, "temperature": 1.3},
     {"seed": 5, "top_p": 0.8},
 ]
-
-
-def poison() -> None:
-    """Freed memory that the next allocations get: a value that is not written shows."""
-    blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(6, 24)]
-    del blocks
 
 
 @pytest.fixture(scope="module")

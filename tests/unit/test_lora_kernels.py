@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from poisoned import check_a_thousand_replays, poison
 from torch import nn
 from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import default_unquantized_gemm
@@ -158,12 +159,6 @@ QKV = {
 }
 
 
-def poison() -> None:
-    """Freed memory that the next allocations get: a value that is not written shows."""
-    blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(6, 24)]
-    del blocks
-
-
 def run(
     op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
 ) -> torch.Tensor:
@@ -236,18 +231,7 @@ def test_a_thousand_replays_under_a_poisoned_allocator(rows: int, summed: bool) 
         first, again = (op(x, *qkv) for _ in range(2))
         return op((first + again)[:, :4096].contiguous(), *o)
 
-    want = layers()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = layers()
-    for number in range(1000):
-        if number % 100 == 0:
-            poison()
-            got.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(got, want)
+    check_a_thousand_replays(layers)
 
 
 @pytest.mark.gpu

@@ -44,19 +44,22 @@ def fp8_matmul_available() -> bool:
 
 
 def fp8_matmul(
+    x: torch.Tensor,
     xq: torch.Tensor,
     sx: torch.Tensor,
     wq: torch.Tensor,
     sw: torch.Tensor,
     bias: torch.Tensor | None,
-    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """vLLM's own FP8 product (CUTLASS): [N, K] x [M, K] -> [N, M], scales a row and a column.
+    """vLLM's own FP8 product (CUTLASS).
 
     Args:
-        xq, sx: FP8 E4M3 [N, K], fp32 [N, 1].
+        x: bfloat16 or float16, whose type the result has; not read.
+        xq, sx: FP8 E4M3 [N, K], fp32 [N, 1]: rows, each with its scale.
         wq, sw: FP8 E4M3 [M, K], fp32 [M, 1]; M and K are multiples of 16.
-        bias: [M] of `dtype`, or None.
-        dtype: bfloat16 or float16.
+        bias: [M] of x's type, or None.
+
+    Returns:
+        [N, M].
     """
-    return _custom_ops.cutlass_scaled_mm(xq, wq.t(), sx, sw, dtype, bias)
+    return _custom_ops.cutlass_scaled_mm(xq, wq.t(), sx, sw, x.dtype, bias)
