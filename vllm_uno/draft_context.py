@@ -65,14 +65,15 @@ class DraftBlocks:
     """
 
     def __init__(self, block_tables: BlockTables, context: int, block_size: int) -> None:
-        (self._whole,) = block_tables.input_block_tables
+        self._vllms = block_tables
+        (whole,) = block_tables.input_block_tables
         (self._kv_block,) = block_tables.block_sizes
         # The rows B and `context` before them may begin anywhere in a block.
         last = -(-(context + block_size - 1) // self._kv_block) + 1
-        self._last = min(last, self._whole.shape[1])
-        self.kept_blocks = min(SINK_BLOCKS + self._last, self._whole.shape[1])
+        self._last = min(last, whole.shape[1])
+        self.kept_blocks = min(SINK_BLOCKS + self._last, whole.shape[1])
         # As wide as vLLM's, although fewer columns are read: backends may look at the width.
-        self.table = torch.zeros_like(self._whole)
+        self.table = torch.zeros_like(whole)
         self.cp_size = 1  # read where graphs refresh metadata; context parallelism is refused
 
     @property
@@ -96,12 +97,13 @@ class DraftBlocks:
             seq_lens: int32 [>= num_reqs], whole lengths including the draft rows.
             num_reqs: requests of the batch, whose vLLM block tables are gathered.
         """
+        (whole,) = self._vllms.input_block_tables
         _shorten_kernel[(num_reqs,)](
             self.table,
             self.table.stride(0),
             seq_lens,
-            self._whole,
-            self._whole.stride(0),
+            whole,
+            whole.stride(0),
             LAST=self._last,
             KV_BLOCK=self._kv_block,
             SINK=SINK_BLOCKS,

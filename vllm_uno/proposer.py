@@ -292,13 +292,14 @@ class UnoProposer(DraftModelSpeculator):
             self.input_buffers,
             self.rows,
             self.counters,
+            *([] if self.draft_blocks is None else [self.draft_blocks]),
             *self._buffer_owners(),
         )
         logger.info("UNO takes %s", found.line())
 
     def _buffer_owners(self) -> list[Any]:
         assert self.draft_sampler is not None
-        return [self.draft_sampler.rows, *([self.draft_blocks] if self.draft_blocks else [])]
+        return [self.draft_sampler.rows]
 
     # --- CUDA graphs -------------------------------------------------------
 
