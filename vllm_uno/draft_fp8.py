@@ -37,7 +37,7 @@ FP8_BUFFERS = ("uno_wq", "uno_sw")
 _PART = 1 << 24  # elements that are quantised at a time, of 12 bytes each meanwhile
 _LARGEST = torch.finfo(FP8).max
 _MULTIPLE = 16  # of a product's dimensions: one 16-byte load
-# Below it no row has a use for its scale, and 448 / scale would overflow.
+# Of a row of zeros: 0 / 0 would be NaN.
 _SMALLEST_SCALE = 1e-12
 
 
@@ -115,11 +115,8 @@ class Fp8Weights:
         self._layers.append((layer, target))
         return True
 
-    def check(self, targets: int) -> None:
+    def check(self) -> None:
         """To be called once every layer was shown to `quantise`: says what came of it.
-
-        Args:
-            targets: layers of the adapter.
 
         Raises:
             ValueError: no layer has quantised weights.
@@ -137,7 +134,7 @@ class Fp8Weights:
         logger.info(
             "UNO: FP8 draft weights on %d of %d layers%s",
             len(self._layers),
-            targets,
+            len(self._layers) + len(self._skipped),
             f", not on {skipped}, ..." if skipped else "",
         )
 

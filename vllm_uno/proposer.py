@@ -164,7 +164,7 @@ class UnoProposer(DraftModelSpeculator):
             "UNO: adapter %s on %d layers, block size %d", source, len(loras), self.block_size
         )
         if self.fp8 is not None:
-            self.fp8.check(len(loras))
+            self.fp8.check()
         slow = slow_path(self.device)
         if slow is not None:
             logger.warning("UNO: the adapter runs in plain PyTorch, which is slow: %s", slow)
