@@ -135,15 +135,22 @@ def test_all_graphs_can_be_captured(uno: Engine) -> None:
         assert sampled == drafts
 
 
-def test_three_draft_graphs_stand_for_all_while_memory_is_measured(uno: Engine) -> None:
+def test_three_graphs_stand_for_all_while_memory_is_measured(uno: Engine) -> None:
     sizes = make_managers(uno)
-    speculator = uno.speculator
-    with mock.patch.object(speculator, "graph_profile", cuda_graphs.GraphProfile()) as profile:
+    speculator, manager = uno.speculator, uno.runner.cudagraph_manager
+    with (
+        mock.patch.object(speculator, "graph_profile", cuda_graphs.GraphProfile()) as profile,
+        mock.patch.object(manager, "run_pw_graph", wraps=manager.run_pw_graph) as ran,
+    ):
         uno.runner.capture_model(profile_only=True)
-    assert len(speculator.cudagraph_manager.graphs) == len(profile.samples) == 3
-    block = speculator.block_size
-    assert profile.total == len(draft_graph_sizes(sizes.all[-1], block, SEQUENCES))
-    assert profile.left_out() == (profile.total - 3) * STEP
+    mixed, drafts = profile.samples
+    piecewise = [len(call.args[1]["positions"]) for call in ran.call_args_list]
+    every = sorted({*sizes.mixed, sizes.room}, reverse=True)
+    assert piecewise == every[:3] and mixed.total == len(every)
+    assert mixed.taken == drafts.taken == [STEP] * 3
+    assert len(speculator.cudagraph_manager.graphs) == 3
+    assert drafts.total == len(draft_graph_sizes(sizes.all[-1], speculator.block_size, SEQUENCES))
+    assert profile.left_out() == (mixed.total + drafts.total - 6) * STEP
 
 
 def make_replayable(e: Engine) -> Counter[str]:

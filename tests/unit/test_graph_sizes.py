@@ -146,37 +146,76 @@ def test_each_kind_of_graph_has_its_own_sizes(requests: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("took", "each"),
-    [([500, 90, 20], 20), ([500, 17, 20], 17), ([500, 90, 0], 16), ([500, -9, 90], 16)],
+    ("took", "draft", "mixed"),
+    [
+        ([500, 90, 20], 20, 20),
+        ([500, 17, 20], 17, 17),
+        ([500, 90, 0], 16, 4),
+        ([500, -9, 90], 16, 4),
+        ([500, 7, 90], 16, 7),
+    ],
 )
-def test_memory_of_draft_graphs_is_extrapolated(took: list[int], each: int) -> None:
-    """Three of ten graphs are captured; the rest are counted at what the cheaper later one took."""
+def test_memory_of_graphs_is_extrapolated(
+    monkeypatch: pytest.MonkeyPatch, took: list[int], draft: int, mixed: int
+) -> None:
+    """Three of ten graphs of a kind are captured; the rest are counted at what the cheaper later
+    one took."""
+    free = [1 << 40]
+    monkeypatch.setattr(cuda_graphs.torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(cuda_graphs.torch.accelerator, "get_memory_info", lambda: (free[0], 0))
+    captured: list[int] = []
 
-    def capture(runner: Any) -> int:
-        speculator = runner.speculator
-        if hasattr(speculator, "graph_profile"):
-            manager = SimpleNamespace(
-                _capture_descs={CUDAGraphMode.FULL: list(range(10))},
-                _max_full_descs_to_capture=None,
-                _capture_mem_samples=None,
-            )
-            speculator.graph_profile.limit(manager)
+    def manager_with(graphs: int) -> Any:
+        return SimpleNamespace(
+            _capture_descs={
+                CUDAGraphMode.FULL: list(range(graphs)),
+                CUDAGraphMode.PIECEWISE: list(range(100, 100 + graphs)),
+            },
+            _max_full_descs_to_capture=None,
+            _capture_mem_samples=None,
+        )
+
+    def capture_model(runner: Any, *, profile_only: bool = False) -> int:
+        captured.clear()
+        for graph, mib in zip(
+            runner.cudagraph_manager._capture_descs[CUDAGraphMode.PIECEWISE],
+            took + [1] * 10,
+            strict=False,
+        ):
+            captured.append(graph)
+            free[0] -= mib << 20
+        if getattr(runner.speculator, "graph_profile", None) is not None:
+            manager = manager_with(10)
+            runner.speculator.graph_profile.limit(manager)
             assert manager._max_full_descs_to_capture == 3
+            assert len(manager._capture_descs[CUDAGraphMode.FULL]) == 10
             manager._capture_mem_samples += [mib << 20 for mib in took]
         return 1000 << 20
 
-    few = cuda_graphs.GraphProfile()
-    for few.total in (0, 1, 3):
-        few.samples = [90 << 20] * few.total
-        assert few.left_out() == 0
-    profile = cuda_graphs._profile_cudagraph_memory(capture)
-    uno = SimpleNamespace(speculator=SimpleNamespace(graph_profile=None))
-    assert profile(uno) == (1000 + 7 * each) << 20
+    def runner(speculator: Any, graphs: int = 10) -> Any:
+        return SimpleNamespace(speculator=speculator, cudagraph_manager=manager_with(graphs))
+
+    capture = cuda_graphs._capture_model(capture_model)
+    profile = cuda_graphs._profile_cudagraph_memory(lambda self: capture(self, profile_only=True))
+    uno = runner(SimpleNamespace(graph_profile=None))
+    assert profile(uno) == (1000 + 7 * draft + 7 * mixed) << 20
+    assert captured == [100, 101, 102]
     assert uno.speculator.graph_profile is None
-    assert profile(SimpleNamespace(speculator=object())) == 1000 << 20
-    assert profile(SimpleNamespace(speculator=None)) == 1000 << 20
-    with pytest.raises(UnsupportedVllm, match="_capture_descs"):
-        cuda_graphs.GraphProfile().limit(SimpleNamespace())  # type: ignore[arg-type]
+    # All of them when they are to stay, and whoever else drafts.
+    for other in (uno, runner(object()), runner(None)):
+        other.cudagraph_manager = manager_with(10)
+        assert capture(other) == 1000 << 20
+        assert len(captured) == 10
+    for other in (runner(object()), runner(None)):
+        assert profile(other) == 1000 << 20
+        assert len(captured) == 10
+    # Few graphs are all captured.
+    for graphs in (0, 1, 3):
+        assert profile(runner(uno.speculator, graphs)) == (1000 + 7 * draft) << 20
+        assert len(captured) == graphs
+    for limit in (cuda_graphs.GraphProfile().limit, cuda_graphs.GraphProfile().limit_mixed):
+        with pytest.raises(UnsupportedVllm, match="_capture_descs"):
+            limit(SimpleNamespace())  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
@@ -253,6 +292,7 @@ def test_a_worker_of_uno_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in (
         (cudagraph_utils.ModelCudaGraphManager, "_init_candidates"),
         (model_runner.GPUModelRunner, "profile_cudagraph_memory"),
+        (model_runner.GPUModelRunner, "capture_model"),
     ):
         assert hasattr(vars(owner)[name], "__uno_original__")
 

@@ -4,27 +4,30 @@
 mixed batches and, rounded up to whole requests, as a FULL one for verification. The two want other
 sizes (graph_sizes.py).
 
-`GPUModelRunner.profile_cudagraph_memory`: at every start vLLM captures graphs once to see what
-memory they take, before it sizes the KV cache, and throws them away. Of the target's FULL graphs it
-captures the largest two and extrapolates; a speculator's it captures all. Of draft graphs it
-captures three here.
+`GPUModelRunner.profile_cudagraph_memory` and `capture_model`: at every start vLLM captures graphs
+once to see what memory they take, before it sizes the KV cache, and throws them away. Of the
+target's FULL graphs it captures the largest two and extrapolates; PIECEWISE ones and a speculator's
+it captures all. Of these it captures the largest three each here.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_uno.vllm_hooks.hook import Hook, UnsupportedVllm, installed_vllm
 from vllm_uno.vllm_hooks.runner_api import CudaGraphManager
 
-# By vLLM's rule, each further graph as large as the second, the graphs of an 8B model and its draft
-# would take 7.8 GiB; on an H200 they took 4.1. The second may be the last to make the pool grow.
-DRAFT_GRAPH_SAMPLES = 3
-LEAST_GRAPH_BYTES = 16 << 20  # graphs of 36 layers took 5 to 9 MiB more each (inferred)
+GRAPH_SAMPLES = 3
+# What a further graph takes at least, in bytes. Draft graphs of 36 layers took 5 to 9 MiB more,
+# 19 PIECEWISE and 11 FULL ones of plain vLLM 113 MiB together (both inferred, H200).
+LEAST_DRAFT_GRAPH = 16 << 20
+LEAST_MIXED_GRAPH = 4 << 20
 
 
 def _init_candidates(original: Any) -> Any:
@@ -73,40 +76,111 @@ def _profile_cudagraph_memory(original: Any) -> Any:
     return profile_cudagraph_memory
 
 
-class GraphProfile:
-    """Which draft graphs are captured while vLLM measures their memory, and what the others take.
+def _capture_model(original: Any) -> Any:
+    @functools.wraps(original)
+    def capture_model(self: Any, *, profile_only: bool = False) -> int:
+        profile = getattr(self.speculator, "graph_profile", None)
+        if profile_only and profile is not None:
+            profile.limit_mixed(self.cudagraph_manager)
+        taken: int = original(self, profile_only=profile_only)
+        return taken
+
+    return capture_model
+
+
+class GraphSample:
+    """What the largest graphs of one kind took, for what all of them will take.
 
     Attributes:
-        samples: bytes that each captured graph took, the largest graph first.
-        total: draft graphs that the real capture will make.
+        total: graphs that the real capture will make.
+        least: bytes that one takes at least.
+        taken: bytes that each captured graph took, the largest graph first.
+    """
+
+    def __init__(self, total: int, least: int) -> None:
+        self.total = total
+        self.least = least
+        self.taken: list[int] = []
+
+    def left_out(self) -> int:
+        """Bytes of the graphs that were not captured.
+
+        By vLLM's rule, each further graph as large as the second, the graphs of an 8B model and its
+        draft would take 7.8 GiB; on an H200 they took 4.1. The second may be the last to make the
+        pool grow, so the cheapest after the first counts.
+        """
+        others = self.total - len(self.taken)
+        return others * max(self.least, min(self.taken[1:])) if others > 0 else 0
+
+
+class MeasuredGraphs(list[Any]):
+    """Graphs to capture, which on its way through measures what each took."""
+
+    def __init__(self, graphs: list[Any], taken: list[int]) -> None:
+        super().__init__(graphs)
+        self.taken = taken
+
+    def __iter__(self) -> Iterator[Any]:
+        for graph in super().__iter__():
+            before = _free_bytes()
+            yield graph
+            self.taken.append(before - _free_bytes())
+
+
+def _free_bytes() -> int:
+    torch.accelerator.synchronize()
+    return torch.accelerator.get_memory_info()[0]
+
+
+class GraphProfile:
+    """Which graphs are captured while vLLM measures their memory, and what the others take.
+
+    Attributes:
+        samples: one for each kind of graph.
     """
 
     def __init__(self) -> None:
-        self.samples: list[int] = []
-        self.total = 0
+        self.samples: list[GraphSample] = []
 
     def limit(self, manager: CudaGraphManager) -> None:
-        """Have `manager` capture its largest graphs only.
+        """Have `manager` capture its largest FULL graphs only.
 
         Raises:
             UnsupportedVllm: the manager has not the attributes for it.
         """
-        wanted = {
-            "_max_full_descs_to_capture": DRAFT_GRAPH_SAMPLES,
-            "_capture_mem_samples": self.samples,
-        }
-        if missing := [name for name in (*wanted, "_capture_descs") if not hasattr(manager, name)]:
-            raise UnsupportedVllm(
-                f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: "
-                f"CudaGraphManager has no {', '.join(missing)}"
-            )
-        self.total = len(manager._capture_descs.get(CUDAGraphMode.FULL, []))
-        vars(manager).update(wanted)
+        _require(manager, "_max_full_descs_to_capture", "_capture_mem_samples", "_capture_descs")
+        sample = self._sample(manager, CUDAGraphMode.FULL, LEAST_DRAFT_GRAPH)
+        manager._max_full_descs_to_capture = GRAPH_SAMPLES
+        manager._capture_mem_samples = sample.taken
+
+    def limit_mixed(self, manager: CudaGraphManager) -> None:
+        """Have `manager`, which serves no batch, capture its largest PIECEWISE graphs only.
+
+        Raises:
+            UnsupportedVllm: the manager has not the attribute for it.
+        """
+        _require(manager, "_capture_descs")
+        sample = self._sample(manager, CUDAGraphMode.PIECEWISE, LEAST_MIXED_GRAPH)
+        if sample.total:
+            largest = manager._capture_descs[CUDAGraphMode.PIECEWISE][:GRAPH_SAMPLES]
+            manager._capture_descs[CUDAGraphMode.PIECEWISE] = MeasuredGraphs(largest, sample.taken)
+
+    def _sample(self, manager: CudaGraphManager, mode: CUDAGraphMode, least: int) -> GraphSample:
+        sample = GraphSample(len(manager._capture_descs.get(mode, [])), least)
+        self.samples.append(sample)
+        return sample
 
     def left_out(self) -> int:
         """Bytes of the graphs that were not captured."""
-        others = self.total - len(self.samples)
-        return others * max(LEAST_GRAPH_BYTES, min(self.samples[1:])) if others > 0 else 0
+        return sum(sample.left_out() for sample in self.samples)
+
+
+def _require(manager: CudaGraphManager, *names: str) -> None:
+    if missing := [name for name in names if not hasattr(manager, name)]:
+        raise UnsupportedVllm(
+            f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: "
+            f"CudaGraphManager has no {', '.join(missing)}"
+        )
 
 
 HOOKS = (
@@ -123,6 +197,13 @@ HOOKS = (
         reason="every start would capture all draft graphs twice",
         removable="vLLM samples a speculator's FULL graphs as it does the target's",
         make=_profile_cudagraph_memory,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
+        parameters=("self", "profile_only"),
+        reason="every start would capture all PIECEWISE graphs twice",
+        removable="vLLM samples PIECEWISE graphs as it does FULL ones",
+        make=_capture_model,
     ),
 )
 """For workers that run UNO."""
