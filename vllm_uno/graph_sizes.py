@@ -1,9 +1,9 @@
 """Which batch sizes get CUDA graphs: few, for every graph takes time at every start.
 
 Mixed batches (with prefills) run in PIECEWISE graphs, verification in FULL ones, the draft pass in
-graphs of its own. On an 8B model they take 0.11, 0.07 and 0.1 s each to capture, and vLLM captures
-the PIECEWISE ones twice. A batch runs in the next larger graph; up to some 128 rows, where the GPU
-reads weights, padding is free.
+graphs of its own. On an 8B model they take 0.11, 0.07 and 0.1 s each to capture. A batch runs in
+the next larger graph. Up to some 128 rows, where the GPU reads weights, padding is free; above, it
+costs what it takes to fill a product's tiles (docs/decisions.md has both measured).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def graph_sizes(
     """
     limit = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
     moderate = range(640, 1025, 128)
-    mixed = {1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *moderate}
+    mixed = {1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, 513, 64), *moderate}
     mixed = {size for size in mixed if size < largest} | {largest, *more}
     if max_num_seqs * verify_rows > largest:
         # With a prompt's, verify rows of a moderate load are more than vLLM's largest size. Tiles

@@ -60,11 +60,13 @@ def test_few_capture_sizes_and_little_padding(
     for each in (sizes.mixed, sizes.verify, sizes.all):
         assert each == sorted(set(each)) and min(each, default=1) > 0
         assert set(each) <= set(sizes.all)
-    assert len(sizes.mixed) <= 34  # vLLM's own: 51 and more
+    assert len(sizes.mixed) <= 23  # vLLM's own: 51 and more
     assert len(sizes.verify) <= 33
     for tokens in range(1, min(sizes.mixed[-1], 1024) + 1):
         padding = min(n for n in sizes.mixed if n >= tokens) - tokens
-        assert padding <= (max(15, tokens // 8) if tokens <= 512 else 127)
+        assert padding < (
+            8 if tokens <= 16 else 32 if tokens <= 256 else 64 if tokens <= 512 else 128
+        )
     assert sizes.room == max(sizes.mixed + sizes.verify)
     assert not any(size % rows for size in sizes.verify)
     for wanted in range(1, min(max_num_seqs, 2048 // rows, max_num_batched_tokens // rows) + 1):
