@@ -57,9 +57,9 @@ def graph_sizes(
     mixed = {1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, 513, 64), *moderate}
     mixed = {size for size in mixed if size < largest} | {largest, *more}
     if max_num_seqs * verify_rows > largest:
-        # With a prompt's, verify rows of a moderate load are more than vLLM's largest size. Tiles
-        # of a product have 128 rows or more, so padding to that costs next to nothing; a larger
-        # batch takes longer than its launches.
+        # With a prompt's, verify rows of a moderate load are more than vLLM's largest size. An 8B
+        # model's products pay up to 3.7 ms for the padding, smaller ones' launches take longer; a
+        # larger batch takes longer than its launches.
         mixed |= {n for n in moderate if largest < n <= limit}
     most = min(max_num_seqs, limit // verify_rows)
     counts = {1, 2, 3, *range(4, 17, 2), *_from_16_on(most)}

@@ -333,7 +333,7 @@ class UnoProposer(DraftModelSpeculator):
     def capture(self) -> None:
         assert self.cudagraph_manager is not None and self.sampling_graphs is not None
         if self.graph_profile is not None:
-            self.graph_profile.limit(self.cudagraph_manager)
+            self.graph_profile.limit_drafts(self.cudagraph_manager)
         free_before = torch.accelerator.get_memory_info()[0]
         capture_draft_graphs(
             self.cudagraph_manager,

@@ -60,7 +60,7 @@ def test_few_capture_sizes_and_little_padding(
     for each in (sizes.mixed, sizes.verify, sizes.all):
         assert each == sorted(set(each)) and min(each, default=1) > 0
         assert set(each) <= set(sizes.all)
-    assert len(sizes.mixed) <= 23  # vLLM's own: 51 and more
+    assert len(sizes.mixed) <= 22  # vLLM's own: 51 and more
     assert len(sizes.verify) <= 33
     for tokens in range(1, min(sizes.mixed[-1], 1024) + 1):
         padding = min(n for n in sizes.mixed if n >= tokens) - tokens
@@ -148,17 +148,17 @@ def test_each_kind_of_graph_has_its_own_sizes(requests: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("took", "draft", "mixed"),
+    ("took", "draft", "piecewise"),
     [
         ([500, 90, 20], 20, 20),
         ([500, 17, 20], 17, 17),
-        ([500, 90, 0], 16, 4),
-        ([500, -9, 90], 16, 4),
-        ([500, 7, 90], 16, 7),
+        ([500, 90, 0], 16, 8),
+        ([500, -9, 90], 16, 8),
+        ([500, 12, 90], 16, 12),
     ],
 )
 def test_memory_of_graphs_is_extrapolated(
-    monkeypatch: pytest.MonkeyPatch, took: list[int], draft: int, mixed: int
+    monkeypatch: pytest.MonkeyPatch, took: list[int], draft: int, piecewise: int
 ) -> None:
     """Three of ten graphs of a kind are captured; the rest are counted at what the cheaper later
     one took."""
@@ -188,7 +188,7 @@ def test_memory_of_graphs_is_extrapolated(
             free[0] -= mib << 20
         if getattr(runner.speculator, "graph_profile", None) is not None:
             manager = manager_with(10)
-            runner.speculator.graph_profile.limit(manager)
+            runner.speculator.graph_profile.limit_drafts(manager)
             assert manager._max_full_descs_to_capture == 3
             assert len(manager._capture_descs[CUDAGraphMode.FULL]) == 10
             manager._capture_mem_samples += [mib << 20 for mib in took]
@@ -200,7 +200,7 @@ def test_memory_of_graphs_is_extrapolated(
     capture = cuda_graphs._capture_model(capture_model)
     profile = cuda_graphs._profile_cudagraph_memory(lambda self: capture(self, profile_only=True))
     uno = runner(SimpleNamespace(graph_profile=None))
-    assert profile(uno) == (1000 + 7 * draft + 7 * mixed) << 20
+    assert profile(uno) == (1000 + 7 * draft + 7 * piecewise) << 20
     assert captured == [100, 101, 102]
     assert uno.speculator.graph_profile is None
     # All of them when they are to stay, and whoever else drafts.
@@ -215,9 +215,26 @@ def test_memory_of_graphs_is_extrapolated(
     for graphs in (0, 1, 3):
         assert profile(runner(uno.speculator, graphs)) == (1000 + 7 * draft) << 20
         assert len(captured) == graphs
-    for limit in (cuda_graphs.GraphProfile().limit, cuda_graphs.GraphProfile().limit_mixed):
+
+
+def test_a_profile_that_does_not_fit_vllm_says_so() -> None:
+    profile = cuda_graphs.GraphProfile()
+    for limit in (profile.limit_drafts, profile.limit_piecewise):
         with pytest.raises(UnsupportedVllm, match="_capture_descs"):
             limit(SimpleNamespace())  # type: ignore[arg-type]
+    for taken in ([], [1] * 2, [1] * 4):
+        sample = cuda_graphs.GraphSample(10, 1)
+        sample.taken = taken
+        with pytest.raises(UnsupportedVllm, match=f"captured {len(taken)} of 10"):
+            sample.left_out()
+
+    def fails(runner: Any) -> int:
+        raise MemoryError
+
+    uno = SimpleNamespace(speculator=SimpleNamespace(graph_profile=None))
+    with pytest.raises(MemoryError):
+        cuda_graphs._profile_cudagraph_memory(fails)(uno)
+    assert uno.speculator.graph_profile is None
 
 
 @settings(deadline=None)
@@ -309,7 +326,7 @@ def test_a_profiled_capture_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     vars(speculator).update(
         cudagraph_manager=SimpleNamespace(limit=None),
         sampling_graphs=SimpleNamespace(limit=None),
-        graph_profile=SimpleNamespace(limit=lambda manager: vars(manager).update(limit=2)),
+        graph_profile=SimpleNamespace(limit_drafts=lambda manager: vars(manager).update(limit=2)),
         supports_decode_metadata_update=False,
         input_buffers=None,
         rows=SimpleNamespace(slots=None),

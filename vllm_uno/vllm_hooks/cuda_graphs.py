@@ -7,7 +7,7 @@ sizes (graph_sizes.py).
 `GPUModelRunner.profile_cudagraph_memory` and `capture_model`: at every start vLLM captures graphs
 once to see what memory they take, before it sizes the KV cache, and throws them away. Of the
 target's FULL graphs it captures the largest two and extrapolates; PIECEWISE ones and a speculator's
-it captures all. Of these it captures the largest three each here.
+it captures all. Here it captures the largest three PIECEWISE and the largest three draft graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRAPH_SAMPLES = 3
 # What a further graph takes at least, in bytes. Draft graphs of 36 layers took 5 to 9 MiB more,
 # 19 PIECEWISE and 11 FULL ones of plain vLLM 113 MiB together (both inferred, H200).
 LEAST_DRAFT_GRAPH = 16 << 20
-LEAST_MIXED_GRAPH = 4 << 20
+LEAST_PIECEWISE_GRAPH = 8 << 20
 
 
 def _init_candidates(original: Any) -> Any:
@@ -81,7 +81,7 @@ def _capture_model(original: Any) -> Any:
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
         profile = getattr(self.speculator, "graph_profile", None)
         if profile_only and profile is not None:
-            profile.limit_mixed(self.cudagraph_manager)
+            profile.limit_piecewise(self.cudagraph_manager)
         taken: int = original(self, profile_only=profile_only)
         return taken
 
@@ -108,7 +108,16 @@ class GraphSample:
         By vLLM's rule, each further graph as large as the second, the graphs of an 8B model and its
         draft would take 7.8 GiB; on an H200 they took 4.1. The second may be the last to make the
         pool grow, so the cheapest after the first counts.
+
+        Raises:
+            UnsupportedVllm: vLLM captured more or fewer graphs than it was to.
         """
+        if len(self.taken) != min(self.total, GRAPH_SAMPLES):
+            raise UnsupportedVllm(
+                f"vllm-uno does not fit the model runner of vLLM {installed_vllm()}: it captured "
+                f"{len(self.taken)} of {self.total} graphs to measure their memory, not "
+                f"{GRAPH_SAMPLES}"
+            )
         others = self.total - len(self.taken)
         return others * max(self.least, min(self.taken[1:])) if others > 0 else 0
 
@@ -142,7 +151,7 @@ class GraphProfile:
     def __init__(self) -> None:
         self.samples: list[GraphSample] = []
 
-    def limit(self, manager: CudaGraphManager) -> None:
+    def limit_drafts(self, manager: CudaGraphManager) -> None:
         """Have `manager` capture its largest FULL graphs only.
 
         Raises:
@@ -153,14 +162,14 @@ class GraphProfile:
         manager._max_full_descs_to_capture = GRAPH_SAMPLES
         manager._capture_mem_samples = sample.taken
 
-    def limit_mixed(self, manager: CudaGraphManager) -> None:
+    def limit_piecewise(self, manager: CudaGraphManager) -> None:
         """Have `manager`, which serves no batch, capture its largest PIECEWISE graphs only.
 
         Raises:
             UnsupportedVllm: the manager has not the attribute for it.
         """
         _require(manager, "_capture_descs")
-        sample = self._sample(manager, CUDAGraphMode.PIECEWISE, LEAST_MIXED_GRAPH)
+        sample = self._sample(manager, CUDAGraphMode.PIECEWISE, LEAST_PIECEWISE_GRAPH)
         if sample.total:
             largest = manager._capture_descs[CUDAGraphMode.PIECEWISE][:GRAPH_SAMPLES]
             manager._capture_descs[CUDAGraphMode.PIECEWISE] = MeasuredGraphs(largest, sample.taken)
