@@ -211,21 +211,26 @@ def _tree_problems(vllm_config: VllmConfig) -> list[str]:
 
 def _draft_problems(vllm_config: VllmConfig) -> list[str]:
     spec: Any = vllm_config.speculative_config
+    model = vllm_config.model_config
+    problems = []
+    if spec.uno_draft_context is not None and model is not None and model.uses_alibi:
+        problems.append(
+            f"uno_draft_context={spec.uno_draft_context} with a model of ALiBi positions: they are "
+            "counted in the KV cache, of which the draft pass would see a part; leave it out"
+        )
     if spec.uno_draft_quantization is None:
-        return []
+        return problems
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():  # for trying and testing
-        return []
+        return problems
     from vllm_uno.vllm_hooks.linear_api import fp8_matmul_available
 
-    problems = []
     if not fp8_matmul_available():
         problems.append(
             "uno_draft_quantization='fp8': this GPU, or this build of vLLM, has no FP8 products "
             "(NVIDIA GPUs of compute capability 8.9 and newer have); leave it out"
         )
-    model = vllm_config.model_config
     if model is not None and model.dtype not in (torch.bfloat16, torch.float16):
         problems.append(
             f"uno_draft_quantization='fp8' with dtype={model.dtype}: FP8 products give bfloat16 "

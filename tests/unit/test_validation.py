@@ -170,6 +170,15 @@ def test_fp8_drafts_need_a_gpu_that_has_them(config, monkeypatch):
     )
 
 
+def test_a_part_of_the_context_and_alibi(config):
+    config.model_config.hf_text_config.alibi = True
+    validate(config)
+    change(config, "speculative_config.uno_draft_context", 64)
+    assert "uno_draft_context=64 with a model of ALiBi positions" in refusal(config)
+    config.model_config.hf_text_config.alibi = False
+    validate(config)
+
+
 def test_rows_of_a_tree_s_draft(config):
     change(config, "speculative_config.uno_mode", "tree")
     change(config, "speculative_config.uno_block_size", 9)
