@@ -143,14 +143,17 @@ def test_three_graphs_stand_for_all_while_memory_is_measured(uno: Engine) -> Non
         mock.patch.object(manager, "run_pw_graph", wraps=manager.run_pw_graph) as ran,
     ):
         uno.runner.capture_model(profile_only=True)
-    mixed, drafts = profile.samples
+    mixed, full, drafts = profile.samples
     piecewise = [len(call.args[1]["positions"]) for call in ran.call_args_list]
     every = sorted({*sizes.mixed, sizes.room}, reverse=True)
-    assert piecewise == every[:3] and mixed.total == len(every)
-    assert mixed.taken == drafts.taken == [STEP] * 3
+    assert piecewise == every[:3]
+    assert sorted(desc.num_tokens for desc in manager.graphs) == sizes.verify[-3:]
     assert len(speculator.cudagraph_manager.graphs) == 3
-    assert drafts.total == len(draft_graph_sizes(sizes.all[-1], speculator.block_size, SEQUENCES))
-    assert profile.left_out() == (mixed.total + drafts.total - 6) * STEP
+    totals = [len(every), len(sizes.verify)]
+    totals += [len(draft_graph_sizes(sizes.all[-1], speculator.block_size, SEQUENCES))]
+    for sample, total in zip((mixed, full, drafts), totals, strict=True):
+        assert (sample.taken, sample.total) == ([STEP] * 3, total)
+    assert profile.left_out() == (sum(totals) - 9) * STEP
 
 
 def make_replayable(e: Engine) -> Counter[str]:

@@ -148,7 +148,7 @@ def test_each_kind_of_graph_has_its_own_sizes(requests: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("took", "draft", "piecewise"),
+    ("took", "draft", "target"),
     [
         ([500, 90, 20], 20, 20),
         ([500, 17, 20], 17, 17),
@@ -158,14 +158,13 @@ def test_each_kind_of_graph_has_its_own_sizes(requests: int) -> None:
     ],
 )
 def test_memory_of_graphs_is_extrapolated(
-    monkeypatch: pytest.MonkeyPatch, took: list[int], draft: int, piecewise: int
+    monkeypatch: pytest.MonkeyPatch, took: list[int], draft: int, target: int
 ) -> None:
     """Three of ten graphs of a kind are captured; the rest are counted at what the cheaper later
     one took."""
     free = [1 << 40]
     monkeypatch.setattr(cuda_graphs.torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(cuda_graphs.torch.accelerator, "get_memory_info", lambda: (free[0], 0))
-    captured: list[int] = []
 
     def manager_with(graphs: int) -> Any:
         return SimpleNamespace(
@@ -173,55 +172,64 @@ def test_memory_of_graphs_is_extrapolated(
                 CUDAGraphMode.FULL: list(range(graphs)),
                 CUDAGraphMode.PIECEWISE: list(range(100, 100 + graphs)),
             },
-            _max_full_descs_to_capture=None,
-            _capture_mem_samples=None,
+            _max_full_descs_to_capture=2,
         )
 
-    def capture_model(runner: Any, *, profile_only: bool = False) -> int:
-        captured.clear()
-        for graph, mib in zip(
-            runner.cudagraph_manager._capture_descs[CUDAGraphMode.PIECEWISE],
-            took + [1] * 10,
-            strict=False,
-        ):
+    def capture(manager: Any, mode: CUDAGraphMode) -> list[int]:
+        captured = []
+        graphs = manager._capture_descs[mode]
+        if mode == CUDAGraphMode.FULL and manager._max_full_descs_to_capture:
+            graphs = graphs[: manager._max_full_descs_to_capture]
+        for graph, mib in zip(graphs, took + [1] * 10, strict=False):
             captured.append(graph)
             free[0] -= mib << 20
+        return captured
+
+    captured: dict[str, list[int]] = {}
+
+    def capture_model(runner: Any, *, profile_only: bool = False) -> int:
+        target = runner.cudagraph_manager
+        if not profile_only:
+            target._max_full_descs_to_capture = None
+        captured["piecewise"] = capture(target, CUDAGraphMode.PIECEWISE)
+        captured["full"] = capture(target, CUDAGraphMode.FULL)
         if getattr(runner.speculator, "graph_profile", None) is not None:
-            manager = manager_with(10)
-            runner.speculator.graph_profile.limit_drafts(manager)
-            assert manager._max_full_descs_to_capture == 3
-            assert len(manager._capture_descs[CUDAGraphMode.FULL]) == 10
-            manager._capture_mem_samples += [mib << 20 for mib in took]
+            drafts = manager_with(10)
+            drafts._max_full_descs_to_capture = None
+            runner.speculator.graph_profile.limit_drafts(drafts)
+            captured["drafts"] = capture(drafts, CUDAGraphMode.FULL)
         return 1000 << 20
 
     def runner(speculator: Any, graphs: int = 10) -> Any:
         return SimpleNamespace(speculator=speculator, cudagraph_manager=manager_with(graphs))
 
-    capture = cuda_graphs._capture_model(capture_model)
-    profile = cuda_graphs._profile_cudagraph_memory(lambda self: capture(self, profile_only=True))
+    hooked = cuda_graphs._capture_model(capture_model)
+    profile = cuda_graphs._profile_cudagraph_memory(lambda self: hooked(self, profile_only=True))
     uno = runner(SimpleNamespace(graph_profile=None))
-    assert profile(uno) == (1000 + 7 * draft + 7 * piecewise) << 20
-    assert captured == [100, 101, 102]
+    assert profile(uno) == (1000 + 7 * draft + 2 * 7 * target) << 20
+    assert captured == {"piecewise": [100, 101, 102], "full": [0, 1, 2], "drafts": [0, 1, 2]}
     assert uno.speculator.graph_profile is None
-    # All of them when they are to stay, and whoever else drafts.
+    # All of them when they are to stay, and vLLM's own choice whoever else drafts.
     for other in (uno, runner(object()), runner(None)):
         other.cudagraph_manager = manager_with(10)
-        assert capture(other) == 1000 << 20
-        assert len(captured) == 10
+        assert hooked(other) == 1000 << 20
+        assert len(captured["piecewise"]) == len(captured["full"]) == 10
     for other in (runner(object()), runner(None)):
         assert profile(other) == 1000 << 20
-        assert len(captured) == 10
+        assert (len(captured["piecewise"]), len(captured["full"])) == (10, 2)
     # Few graphs are all captured.
     for graphs in (0, 1, 3):
         assert profile(runner(uno.speculator, graphs)) == (1000 + 7 * draft) << 20
-        assert len(captured) == graphs
+        assert len(captured["piecewise"]) == len(captured["full"]) == graphs
 
 
 def test_a_profile_that_does_not_fit_vllm_says_so() -> None:
     profile = cuda_graphs.GraphProfile()
-    for limit in (profile.limit_drafts, profile.limit_piecewise):
-        with pytest.raises(UnsupportedVllm, match="_capture_descs"):
-            limit(SimpleNamespace())  # type: ignore[arg-type]
+    manager: Any = SimpleNamespace()
+    with pytest.raises(UnsupportedVllm, match="_capture_descs"):
+        profile.limit_drafts(manager)
+    with pytest.raises(UnsupportedVllm, match="_max_full_descs_to_capture"):
+        profile.limit_target(manager)
     for taken in ([], [1] * 2, [1] * 4):
         sample = cuda_graphs.GraphSample(10, 1)
         sample.taken = taken

@@ -7,7 +7,7 @@ sizes (graph_sizes.py).
 `GPUModelRunner.profile_cudagraph_memory` and `capture_model`: at every start vLLM captures graphs
 once to see what memory they take, before it sizes the KV cache, and throws them away. Of the
 target's FULL graphs it captures the largest two and extrapolates; PIECEWISE ones and a speculator's
-it captures all. Here it captures the largest three PIECEWISE and the largest three draft graphs.
+it captures all. Here it captures the largest three FULL, PIECEWISE and draft graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRAPH_SAMPLES = 3
 # What a further graph takes at least, in bytes. Draft graphs of 36 layers took 5 to 9 MiB more,
 # 19 PIECEWISE and 11 FULL ones of plain vLLM 113 MiB together (both inferred, H200).
 LEAST_DRAFT_GRAPH = 16 << 20
-LEAST_PIECEWISE_GRAPH = 8 << 20
+LEAST_TARGET_GRAPH = 8 << 20
 
 
 def _init_candidates(original: Any) -> Any:
@@ -81,7 +81,7 @@ def _capture_model(original: Any) -> Any:
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
         profile = getattr(self.speculator, "graph_profile", None)
         if profile_only and profile is not None:
-            profile.limit_piecewise(self.cudagraph_manager)
+            profile.limit_target(self.cudagraph_manager)
         taken: int = original(self, profile_only=profile_only)
         return taken
 
@@ -107,7 +107,8 @@ class GraphSample:
 
         By vLLM's rule, each further graph as large as the second, the graphs of an 8B model and its
         draft would take 7.8 GiB; on an H200 they took 4.1. The second may be the last to make the
-        pool grow, so the cheapest after the first counts.
+        pool grow, so the cheapest after the first counts. (vLLM takes those that were captured for
+        all of the target's and extrapolates no more.)
 
         Raises:
             UnsupportedVllm: vLLM captured more or fewer graphs than it was to.
@@ -151,33 +152,32 @@ class GraphProfile:
     def __init__(self) -> None:
         self.samples: list[GraphSample] = []
 
-    def limit_drafts(self, manager: CudaGraphManager) -> None:
-        """Have `manager` capture its largest FULL graphs only.
+    def limit_target(self, manager: CudaGraphManager) -> None:
+        """Have `manager`, which serves no batch, capture its largest graphs of each kind only.
 
         Raises:
             UnsupportedVllm: the manager has not the attributes for it.
         """
-        _require(manager, "_max_full_descs_to_capture", "_capture_mem_samples", "_capture_descs")
-        sample = self._sample(manager, CUDAGraphMode.FULL, LEAST_DRAFT_GRAPH)
-        manager._max_full_descs_to_capture = GRAPH_SAMPLES
-        manager._capture_mem_samples = sample.taken
+        _require(manager, "_max_full_descs_to_capture")
+        manager._max_full_descs_to_capture = None  # vLLM's own limit, in the place of ours
+        for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+            self._limit(manager, mode, LEAST_TARGET_GRAPH)
 
-    def limit_piecewise(self, manager: CudaGraphManager) -> None:
-        """Have `manager`, which serves no batch, capture its largest PIECEWISE graphs only.
+    def limit_drafts(self, manager: CudaGraphManager) -> None:
+        """The same for the draft's forward graphs.
 
         Raises:
             UnsupportedVllm: the manager has not the attribute for it.
         """
-        _require(manager, "_capture_descs")
-        sample = self._sample(manager, CUDAGraphMode.PIECEWISE, LEAST_PIECEWISE_GRAPH)
-        if sample.total:
-            largest = manager._capture_descs[CUDAGraphMode.PIECEWISE][:GRAPH_SAMPLES]
-            manager._capture_descs[CUDAGraphMode.PIECEWISE] = MeasuredGraphs(largest, sample.taken)
+        self._limit(manager, CUDAGraphMode.FULL, LEAST_DRAFT_GRAPH)
 
-    def _sample(self, manager: CudaGraphManager, mode: CUDAGraphMode, least: int) -> GraphSample:
-        sample = GraphSample(len(manager._capture_descs.get(mode, [])), least)
+    def _limit(self, manager: CudaGraphManager, mode: CUDAGraphMode, least: int) -> None:
+        _require(manager, "_capture_descs")
+        graphs = manager._capture_descs.get(mode, [])
+        sample = GraphSample(len(graphs), least)
         self.samples.append(sample)
-        return sample
+        if graphs:
+            manager._capture_descs[mode] = MeasuredGraphs(graphs[:GRAPH_SAMPLES], sample.taken)
 
     def left_out(self) -> int:
         """Bytes of the graphs that were not captured."""
@@ -203,15 +203,15 @@ HOOKS = (
     Hook(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_cudagraph_memory",
         parameters=("self",),
-        reason="every start would capture all draft graphs twice",
-        removable="vLLM samples a speculator's FULL graphs as it does the target's",
+        reason="graphs that the profile leaves out would not be counted",
+        removable="with the hook on capture_model",
         make=_profile_cudagraph_memory,
     ),
     Hook(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
         parameters=("self", "profile_only"),
-        reason="every start would capture all PIECEWISE graphs twice",
-        removable="vLLM samples PIECEWISE graphs as it does FULL ones",
+        reason="every start would capture all PIECEWISE and draft graphs twice",
+        removable="vLLM samples PIECEWISE graphs and a speculator's as it does FULL ones",
         make=_capture_model,
     ),
 )
