@@ -27,25 +27,28 @@ from cycle_cost import SHAPE, write_adapter, write_shape
 
 METHODS = ("plain", "ngram", "uno")
 KINDS = ("cold", "warm")
-# What to take from vLLM's log: name -> pattern with the seconds last.
+# What to take from vLLM's log, seconds and GiB.
 PARTS = {
-    "load": r"Model loading took .* and (?P<seconds>[\d.]+) seconds",
-    "dynamo": r"\[(?P<tag>[^\]]+)\] Dynamo bytecode transform time: (?P<seconds>[\d.]+) s",
-    "inductor": r"\[(?P<tag>[^\]]+)\] Compiling a graph for .* takes (?P<seconds>[\d.]+) s",
-    "compile": r"\[(?P<tag>[^\]]+)\] torch\.compile took (?P<seconds>[\d.]+) s",
-    "capture": r"Graph capturing finished in (?P<seconds>[\d.]+) secs",
-    "engine": r"init engine .* took (?P<seconds>[\d.]+) s",
+    "load": r"Model loading took .* and (?P<value>[\d.]+) seconds",
+    "dynamo": r"\[(?P<tag>[^\]]+)\] Dynamo bytecode transform time: (?P<value>[\d.]+) s",
+    "inductor": r"\[(?P<tag>[^\]]+)\] Compiling a graph for .* takes (?P<value>[\d.]+) s",
+    "compile": r"\[(?P<tag>[^\]]+)\] torch\.compile took (?P<value>[\d.]+) s",
+    "capture": r"Graph capturing finished in (?P<value>[\d.]+) secs",
+    "engine": r"init engine .* took (?P<value>[\d.]+) s",
+    "graphs GiB": r"CUDA graph pool memory: (?P<value>[\d.]+) GiB",
+    "foreseen GiB": r"CUDA graph pool memory: .* (?P<value>[\d.]+) GiB \(estimated\)",
+    "KV cache GiB": r"Available KV cache memory: (?P<value>[\d.]+) GiB",
 }
 
 
 def read_log(log: str) -> dict[str, float]:
-    """Seconds by part; parts of a compiled model other than the backbone carry its kind."""
+    """Parts by name; those of a compiled model other than the backbone carry its kind."""
     found: dict[str, float] = {}
     for name, pattern in PARTS.items():
         for match in re.finditer(pattern, log):
             tag = match.groupdict().get("tag") or "backbone"
             key = name if tag == "backbone" else f"{name} of {tag.rpartition('_')[0] or tag}"
-            found[key] = round(found.get(key, 0.0) + float(match["seconds"]), 2)
+            found[key] = round(found.get(key, 0.0) + float(match["value"]), 2)
     return found
 
 
