@@ -155,6 +155,7 @@ def test_each_kind_of_graph_has_its_own_sizes(requests: int) -> None:
         ([500, 90, 0], 16, 8),
         ([500, -9, 90], 16, 8),
         ([500, 12, 90], 16, 12),
+        ([10, 90, 20], 20, 20),
     ],
 )
 def test_memory_of_graphs_is_extrapolated(

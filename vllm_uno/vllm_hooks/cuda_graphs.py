@@ -80,7 +80,7 @@ def _capture_model(original: Any) -> Any:
     @functools.wraps(original)
     def capture_model(self: Any, *, profile_only: bool = False) -> int:
         profile = getattr(self.speculator, "graph_profile", None)
-        if profile_only and profile is not None:
+        if profile is not None:
             profile.limit_target(self.cudagraph_manager)
         taken: int = original(self, profile_only=profile_only)
         return taken
