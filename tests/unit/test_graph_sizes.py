@@ -174,6 +174,7 @@ def test_memory_of_graphs_is_extrapolated(
                 CUDAGraphMode.PIECEWISE: list(range(100, 100 + graphs)),
             },
             _max_full_descs_to_capture=2,
+            _capture_mem_samples=[],
         )
 
     def capture(manager: Any, mode: CUDAGraphMode) -> list[int]:
@@ -194,6 +195,10 @@ def test_memory_of_graphs_is_extrapolated(
             target._max_full_descs_to_capture = None
         captured["piecewise"] = capture(target, CUDAGraphMode.PIECEWISE)
         captured["full"] = capture(target, CUDAGraphMode.FULL)
+        # Or vLLM would swap what they took for its own extrapolation.
+        samples_kept = target._capture_mem_samples is not None
+        ours = getattr(runner.speculator, "graph_profile", None) is not None
+        assert samples_kept != ours
         if getattr(runner.speculator, "graph_profile", None) is not None:
             drafts = manager_with(10)
             drafts._max_full_descs_to_capture = None

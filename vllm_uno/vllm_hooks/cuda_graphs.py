@@ -107,8 +107,8 @@ class GraphSample:
 
         By vLLM's rule, each further graph as large as the second, the graphs of an 8B model and its
         draft would take 7.8 GiB; on an H200 they took 4.1. The second may be the last to make the
-        pool grow, so the cheapest after the first counts. (vLLM takes those that were captured for
-        all of the target's and extrapolates no more.)
+        pool grow, so the cheapest after the first counts. (Of the target's, too: vLLM's own
+        extrapolation has no samples then.)
 
         Raises:
             UnsupportedVllm: vLLM captured more or fewer graphs than it was to.
@@ -158,8 +158,11 @@ class GraphProfile:
         Raises:
             UnsupportedVllm: the manager has not the attributes for it.
         """
-        _require(manager, "_max_full_descs_to_capture")
-        manager._max_full_descs_to_capture = None  # vLLM's own limit, in the place of ours
+        _require(manager, "_max_full_descs_to_capture", "_capture_mem_samples")
+        # In the place of ours vLLM's own limit, and its extrapolation: without samples it takes
+        # what it measured.
+        manager._max_full_descs_to_capture = None
+        manager._capture_mem_samples = None
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             self._limit(manager, mode, LEAST_TARGET_GRAPH)
 
@@ -203,15 +206,15 @@ HOOKS = (
     Hook(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_cudagraph_memory",
         parameters=("self",),
-        reason="graphs that the profile leaves out would not be counted",
-        removable="with the hook on capture_model",
+        reason="every start would capture all PIECEWISE and draft graphs twice",
+        removable="vLLM samples PIECEWISE graphs and a speculator's as it does FULL ones",
         make=_profile_cudagraph_memory,
     ),
     Hook(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
         parameters=("self", "profile_only"),
-        reason="every start would capture all PIECEWISE and draft graphs twice",
-        removable="vLLM samples PIECEWISE graphs and a speculator's as it does FULL ones",
+        reason="the target's graphs can be limited no sooner",
+        removable="with the hook on profile_cudagraph_memory",
         make=_capture_model,
     ),
 )
