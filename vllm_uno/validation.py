@@ -213,7 +213,12 @@ def _draft_problems(vllm_config: VllmConfig) -> list[str]:
     spec: Any = vllm_config.speculative_config
     model = vllm_config.model_config
     problems = []
-    if spec.uno_draft_context is not None and model is not None and model.uses_alibi:
+    # vLLM's own list of models with ALiBi has no Step1.
+    if (
+        spec.uno_draft_context is not None
+        and model is not None
+        and (model.uses_alibi or "Step1ForCausalLM" in model.architectures)
+    ):
         problems.append(
             f"uno_draft_context={spec.uno_draft_context} with a model of ALiBi positions: they are "
             "counted in the KV cache, of which the draft pass would see a part; leave it out"

@@ -9,7 +9,6 @@ of it that a graph could keep.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,7 +32,7 @@ from vllm_uno.vllm_hooks import cuda_graphs
 from vllm_uno.vllm_hooks.runner_api import build_slot_mappings_by_layer
 
 SEQUENCES, ROWS, BLOCKS = 24, 512, 40
-STEP = 20 << 20  # bytes that every capture seems to take
+STEP = 20 << 20  # bytes that a graph seems to take
 
 MODES: dict[str, dict[str, Any]] = {
     "linear": {"num_speculative_tokens": 4},
@@ -57,6 +56,20 @@ class Graph:
     replay: Callable[[], None]
 
 
+class Memory:
+    """A GPU's, of which every captured graph takes one STEP and nothing else takes anything."""
+
+    free = 1 << 40
+
+    def info(self, *args: Any) -> tuple[int, int]:
+        return self.free, 1 << 40
+
+    @contextmanager
+    def capture(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+        self.free -= STEP
+
+
 @contextmanager
 def captures_run() -> Iterator[None]:
     """vLLM captures CUDA graphs without a GPU."""
@@ -70,12 +83,17 @@ def captures_run() -> Iterator[None]:
         # As a compiled model's.
         replace(cudagraph_utils, "has_compiled_submodule", lambda model: True)
         replace(torch.cuda, "CUDAGraph", Graph)
-        replace(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
-        replace(type(current_platform), "get_global_graph_pool", lambda *args: None)
+        memory = Memory()
+        replace(torch.cuda, "graph", memory.capture)
+        run_pw_graph = cudagraph_utils.ModelCudaGraphManager.run_pw_graph
+        replace(
+            cudagraph_utils.ModelCudaGraphManager, "run_pw_graph", memory.capture()(run_pw_graph)
+        )
+        for name in ("get_global_graph_pool", "graph_pool_handle"):
+            replace(type(current_platform), name, lambda *args: None)
         for name in ("empty_cache", "synchronize"):
             replace(torch.accelerator, name, lambda *args: None)
-        free = itertools.count(1 << 40, -STEP)
-        replace(torch.accelerator, "get_memory_info", lambda *args: (next(free), 1 << 40))
+        replace(torch.accelerator, "get_memory_info", memory.info)
         yield
 
 
@@ -139,7 +157,7 @@ def test_three_graphs_stand_for_all_while_memory_is_measured(uno: Engine) -> Non
     sizes = make_managers(uno)
     speculator, manager = uno.speculator, uno.runner.cudagraph_manager
     with (
-        mock.patch.object(speculator, "graph_profile", cuda_graphs.GraphProfile()) as profile,
+        mock.patch.object(speculator, "graph_profile", cuda_graphs.GraphProfile(2)) as profile,
         mock.patch.object(manager, "run_pw_graph", wraps=manager.run_pw_graph) as ran,
     ):
         uno.runner.capture_model(profile_only=True)
@@ -154,6 +172,17 @@ def test_three_graphs_stand_for_all_while_memory_is_measured(uno: Engine) -> Non
     for sample, total in zip((mixed, full, drafts), totals, strict=True):
         assert (sample.taken, sample.total) == ([STEP] * 3, total)
     assert profile.left_out() == (sum(totals) - 9) * STEP
+
+
+def test_a_profile_foresees_what_all_graphs_take(uno: Engine) -> None:
+    make_managers(uno)
+    with (  # the engine's own KV cache stays
+        mock.patch.object(cudagraph_utils, "_init_minimal_kv_cache_for_profiling"),
+        mock.patch.object(cudagraph_utils, "_teardown_profiling_state"),
+    ):
+        foreseen = uno.runner.profile_cudagraph_memory()
+    make_managers(uno)
+    assert foreseen == uno.runner.capture_model(profile_only=True) > 0
 
 
 def make_replayable(e: Engine) -> Counter[str]:

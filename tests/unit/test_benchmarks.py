@@ -420,7 +420,10 @@ INFO [backends.py:398] [backbone] Compiling a graph for compile range (1, 8192) 
 INFO [monitor.py:62] [backbone] torch.compile took 31.00 s in total
 INFO [backends.py:1166] [uno_draft_13d02ce0] Dynamo bytecode transform time: 9.00 s
 INFO [monitor.py:62] [uno_draft_13d02ce0] torch.compile took 25.50 s in total
+INFO [gpu_worker.py:480] Available KV cache memory: 104.26 GiB
 INFO [model_runner.py:1126] Graph capturing finished in 12 secs, took 1.00 GiB
+INFO [gpu_worker.py:660] CUDA graph pool memory: 4.34 GiB (actual), 6.36 GiB (estimated), \
+difference: 2.02 GiB (46.5%).
 INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 80.10 s (compilation)
 """
     assert startup.read_log(log) == {
@@ -432,6 +435,9 @@ INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 80.
         "compile of uno_draft": 25.5,
         "capture": 12.0,
         "engine": 80.1,
+        "graphs GiB": 4.34,
+        "foreseen GiB": 6.36,
+        "KV cache GiB": 104.26,
     }
 
 

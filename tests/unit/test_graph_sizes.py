@@ -206,7 +206,12 @@ def test_memory_of_graphs_is_extrapolated(
         return 1000 << 20
 
     def runner(speculator: Any, graphs: int = 10) -> Any:
-        return SimpleNamespace(speculator=speculator, cudagraph_manager=manager_with(graphs))
+        return SimpleNamespace(
+            speculator=speculator,
+            cudagraph_manager=manager_with(graphs),
+            model_config=SimpleNamespace(get_num_layers=lambda parallel_config: 32),
+            parallel_config=None,
+        )
 
     hooked = cuda_graphs._capture_model(capture_model)
     profile = cuda_graphs._profile_cudagraph_memory(lambda self: hooked(self, profile_only=True))
@@ -229,7 +234,7 @@ def test_memory_of_graphs_is_extrapolated(
 
 
 def test_a_profile_that_does_not_fit_vllm_says_so() -> None:
-    profile = cuda_graphs.GraphProfile()
+    profile = cuda_graphs.GraphProfile(36)
     manager: Any = SimpleNamespace()
     with pytest.raises(UnsupportedVllm, match="_capture_descs"):
         profile.limit_drafts(manager)
@@ -244,7 +249,11 @@ def test_a_profile_that_does_not_fit_vllm_says_so() -> None:
     def fails(runner: Any) -> int:
         raise MemoryError
 
-    uno = SimpleNamespace(speculator=SimpleNamespace(graph_profile=None))
+    uno = SimpleNamespace(
+        speculator=SimpleNamespace(graph_profile=None),
+        model_config=SimpleNamespace(get_num_layers=lambda parallel_config: 36),
+        parallel_config=None,
+    )
     with pytest.raises(MemoryError):
         cuda_graphs._profile_cudagraph_memory(fails)(uno)
     assert uno.speculator.graph_profile is None

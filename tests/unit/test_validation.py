@@ -177,6 +177,8 @@ def test_a_part_of_the_context_and_alibi(config):
     assert "uno_draft_context=64 with a model of ALiBi positions" in refusal(config)
     config.model_config.hf_text_config.alibi = False
     validate(config)
+    config.model_config.architectures.append("Step1ForCausalLM")
+    assert "ALiBi" in refusal(config)
 
 
 def test_rows_of_a_tree_s_draft(config):

@@ -24,10 +24,10 @@ from vllm_uno.vllm_hooks.hook import Hook, UnsupportedVllm, installed_vllm
 from vllm_uno.vllm_hooks.runner_api import CudaGraphManager
 
 GRAPH_SAMPLES = 3
-# What a further graph takes at least, in bytes. Draft graphs of 36 layers took 5 to 9 MiB more,
-# 19 PIECEWISE and 11 FULL ones of plain vLLM 113 MiB together (both inferred, H200).
-LEAST_DRAFT_GRAPH = 16 << 20
-LEAST_TARGET_GRAPH = 8 << 20
+# What a further graph takes at least, in bytes a layer. Draft graphs of 36 layers took 5 to 9 MiB
+# more, 19 PIECEWISE and 11 FULL ones of plain vLLM 113 MiB together (both inferred, H200).
+LEAST_OF_DRAFT_LAYER = 512 << 10
+LEAST_OF_TARGET_LAYER = 256 << 10
 
 
 def _init_candidates(original: Any) -> Any:
@@ -67,7 +67,8 @@ def _profile_cudagraph_memory(original: Any) -> Any:
         if not hasattr(self.speculator, "graph_profile"):  # not ours
             measured: int = original(self)
             return measured
-        profile = self.speculator.graph_profile = GraphProfile()
+        layers = self.model_config.get_num_layers(self.parallel_config)
+        profile = self.speculator.graph_profile = GraphProfile(layers)
         try:
             return int(original(self)) + profile.left_out()
         finally:
@@ -146,10 +147,12 @@ class GraphProfile:
     """Which graphs are captured while vLLM measures their memory, and what the others take.
 
     Attributes:
+        layers: of the target, and so of its draft view.
         samples: one for each kind of graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
         self.samples: list[GraphSample] = []
 
     def limit_target(self, manager: CudaGraphManager) -> None:
@@ -164,7 +167,7 @@ class GraphProfile:
         manager._max_full_descs_to_capture = None
         manager._capture_mem_samples = None
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-            self._limit(manager, mode, LEAST_TARGET_GRAPH)
+            self._limit(manager, mode, LEAST_OF_TARGET_LAYER)
 
     def limit_drafts(self, manager: CudaGraphManager) -> None:
         """The same for the draft's forward graphs.
@@ -172,12 +175,12 @@ class GraphProfile:
         Raises:
             UnsupportedVllm: the manager has not the attribute for it.
         """
-        self._limit(manager, CUDAGraphMode.FULL, LEAST_DRAFT_GRAPH)
+        self._limit(manager, CUDAGraphMode.FULL, LEAST_OF_DRAFT_LAYER)
 
-    def _limit(self, manager: CudaGraphManager, mode: CUDAGraphMode, least: int) -> None:
+    def _limit(self, manager: CudaGraphManager, mode: CUDAGraphMode, least_of_layer: int) -> None:
         _require(manager, "_capture_descs")
         graphs = manager._capture_descs.get(mode, [])
-        sample = GraphSample(len(graphs), least)
+        sample = GraphSample(len(graphs), least_of_layer * self.layers)
         self.samples.append(sample)
         if graphs:
             manager._capture_descs[mode] = MeasuredGraphs(graphs[:GRAPH_SAMPLES], sample.taken)
