@@ -13,6 +13,9 @@ take turns, row by row.
 
     C_B = time of a cycle / time of a plain decode step, at equal requests and context
 
+The host is more than a step ahead of the GPU, so time is taken between CUDA events, in the GPU's
+own order of work: by the host's clock a measurement would begin with steps that it does not count.
+
 Then, for each row, where a cycle's time goes: spans between CUDA events around verification's
 forward, its sampling, the draft's forward and its sampling (waiting included), and the share of
 time in which no kernel runs, by the profiler.
@@ -59,6 +62,9 @@ SHAPE: dict[str, Any] = {
 RANK = 128
 PAPER_TAU = {"4": 3.89, "8": 4.94, "16": 5.42, "16/32/32": 5.97}  # T = 1
 MEASURED_STEPS, PROFILED_STEPS = 48, 8
+# After the GPU has caught up with the host: its first steps run no sooner than they are launched.
+STEPS_AHEAD = 4
+STEP_MARK = "_post_update_kernel"  # vLLM's; once a step
 
 
 def arguments() -> argparse.Namespace:
@@ -215,12 +221,13 @@ def measure(args: argparse.Namespace) -> None:
                 else:
                     if speculator is not None:
                         speculator.counters.reset()
-                    tick, steps = time.perf_counter(), float(MEASURED_STEPS)
+                    begin, steps = moment(), float(MEASURED_STEPS)
                     for _ in range(MEASURED_STEPS):
                         engine.step()
-                    if speculator is not None:  # waits for the device
+                    end = moment()
+                    if speculator is not None:
                         steps = speculator.counters.snapshot().cycles / requests
-                    times.append((time.perf_counter() - tick) / steps)
+                    times.append(seconds(begin, end) / steps)
                 engine.abort_request(ids)
                 while engine.has_unfinished_requests():
                     engine.step()
@@ -254,6 +261,25 @@ def take_turn(folder: Path) -> IO[bytes]:
     turn = (folder / "turn").open("wb")
     fcntl.flock(turn, fcntl.LOCK_EX)
     return turn
+
+
+def moment() -> Any:
+    """When the GPU has done what it was given so far; without one, now."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(begin: Any, end: Any) -> float:
+    """Between two moments; waits for the second."""
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def measure_stages(
@@ -303,12 +329,25 @@ def measure_stages(
         for stage, pairs in spans.items()
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(PROFILED_STEPS):
+        for _ in range(STEPS_AHEAD + PROFILED_STEPS):
             engine.step()
         torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = last_steps(events, PROFILED_STEPS)
     found["idle share"] = idle_share([(e.time_range.start, e.time_range.end) for e in kernels])
     return found, time_by_kernel(kernels, PROFILED_STEPS), gaps_by_place(kernels, PROFILED_STEPS)
+
+
+def last_steps(events: list[Any], steps: int) -> list[Any]:
+    """The kernels of the last whole steps, each counted from one mark to the next.
+
+    Raises:
+        ValueError: there are not so many steps.
+    """
+    marks = sorted(e.time_range.start for e in events if STEP_MARK in e.name)
+    if len(marks) <= steps:
+        raise ValueError(f"the profile has {len(marks)} of {STEP_MARK}, for {steps} steps")
+    return [e for e in events if marks[-steps - 1] <= e.time_range.start < marks[-1]]
 
 
 def time_by_kernel(events: list[Any], steps: int, most: int = 40) -> dict[str, list[float]]:

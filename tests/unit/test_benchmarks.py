@@ -462,12 +462,27 @@ def test_settings_of_the_cycle_benchmark(setting: str, config: dict[str, Any]) -
     assert uno_settings(setting) == {"method": "uno", **config}
 
 
+def kernel(name: str, start: float, end: float) -> SimpleNamespace:
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+
+def test_steps_before_the_host_is_ahead_do_not_count() -> None:
+    from cycle_cost import STEP_MARK, last_steps
+
+    kernels = []
+    for step in range(5):
+        kernels += [kernel(f"forward {step}", 100.0 * step, 100.0 * step + 60)]
+        kernels += [kernel(f"void {STEP_MARK}<int>", 100.0 * step + 70, 100.0 * step + 80)]
+    found = [k.name for k in last_steps(kernels[::-1], 2)][::-1]
+    assert [name for name in found if "forward" in name] == ["forward 3", "forward 4"]
+    assert len(found) == 4
+    with pytest.raises(ValueError, match="has 5 of"):
+        last_steps(kernels, 5)
+
+
 def test_where_no_kernel_runs() -> None:
     """Gaps are between what has ended by then and what begins next, on whichever stream."""
     from cycle_cost import gaps_by_place, idle_share
-
-    def kernel(name: str, start: float, end: float) -> SimpleNamespace:
-        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
 
     kernels = [
         kernel("c", 300.0, 400.0),
