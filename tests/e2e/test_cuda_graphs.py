@@ -174,7 +174,7 @@ def test_three_graphs_stand_for_all_while_memory_is_measured(uno: Engine) -> Non
     assert profile.left_out() == (sum(totals) - 9) * STEP
 
 
-def test_a_profile_foresees_what_all_graphs_take(uno: Engine) -> None:
+def test_a_profile_counts_every_graph_once(uno: Engine) -> None:
     make_managers(uno)
     with (  # the engine's own KV cache stays
         mock.patch.object(cudagraph_utils, "_init_minimal_kv_cache_for_profiling"),
