@@ -62,7 +62,7 @@ SHAPE: dict[str, Any] = {
 RANK = 128
 PAPER_TAU = {"4": 3.89, "8": 4.94, "16": 5.42, "16/32/32": 5.97}  # T = 1
 MEASURED_STEPS, PROFILED_STEPS = 48, 8
-# After the GPU has caught up with the host: its first steps run no sooner than they are launched.
+# Not counted: where a profile begins, the GPU has nothing queued and waits for every launch.
 STEPS_AHEAD = 4
 STEP_MARK = "_post_update_kernel"  # vLLM's; once a step
 
@@ -300,11 +300,9 @@ def measure_stages(
         inner = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            begin = moment()
             out = inner(*args, **kwargs)
-            end.record()
-            spans.setdefault(stage, []).append((start, end))
+            spans.setdefault(stage, []).append((begin, moment()))
             return out
 
         setattr(owner, name, timed)
@@ -325,7 +323,7 @@ def measure_stages(
     for restore in undo:
         restore()
     found = {
-        stage: statistics.median(start.elapsed_time(end) for start, end in pairs)
+        stage: 1e3 * statistics.median(seconds(begin, end) for begin, end in pairs)
         for stage, pairs in spans.items()
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
